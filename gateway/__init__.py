@@ -1,0 +1,1 @@
+"""The HTTP edge: OpenAI-shaped requests in, streamed answers and honest usage out."""

@@ -1,0 +1,365 @@
+"""Identity: a space, its id, and the chained keys of a token prefix.
+
+Owns the canonical encoding of ``Space`` and the hashing of token blocks. Does not know about stores, tensors or
+policies. Invariants: equal keys mean equal token prefixes in equal spaces; absent and empty fields encode differently;
+nothing here depends on the process, its hash seed, or a dict's order. Golden vectors in ``tests/golden`` pin every byte.
+
+    space id  = BLAKE3-derive-key("reprise-kv 2026 space id", canonical encoding)
+    key[0]    = BLAKE3-keyed(BLOCK, space id | block 0)      block i = counts, token ids as u32 LE, attachments
+    key[i]    = BLAKE3-keyed(BLOCK, key[i-1] | block i)
+    digest[i] = BLAKE3-keyed(TOKENS, digest[i-1] | block i)[:16], rooted in zeros: the same prefix in any space
+    state key = BLAKE3-keyed(STATE, parent key | tail token ids)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import NewType
+
+import numpy as np
+from blake3 import blake3
+
+from kvstore.limits import (
+    BLOCK_TOKENS_MAX,
+    BLOCK_TOKENS_MIN,
+    KEY_BYTES,
+    NAME_BYTES_MAX,
+    SPACE_BYTES_MAX,
+    SPACE_LAYERS_MAX,
+    STRIPE_BLOCKS,
+    TOKEN_DIGEST_BYTES,
+    TOKEN_ID_MAX,
+)
+
+SpaceId = NewType("SpaceId", bytes)
+BlockKey = NewType("BlockKey", bytes)
+StateKey = NewType("StateKey", bytes)
+TokenDigest = NewType("TokenDigest", bytes)
+
+KEY_ALGORITHM = "blake3-chain-1"
+"""Named in HELLO and in the space: a peer with another algorithm is refused, never silently missed."""
+
+SPACE_CONTEXT = "reprise-kv 2026 space id"
+_BLOCK = blake3(b"", derive_key_context="reprise-kv 2026 block key").digest()
+_TOKENS = blake3(b"", derive_key_context="reprise-kv 2026 token digest").digest()
+_STATE = blake3(b"", derive_key_context="reprise-kv 2026 state key").digest()
+_SALT_CONTEXT = "reprise-kv 2026 tenant salt"
+_ROOT_DIGEST = bytes(TOKEN_DIGEST_BYTES)
+
+SPACE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Layers whose KV has one shape and one reach. ``window`` is 0 for global attention, else tokens."""
+
+    window: int
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.kv_heads < 1 or self.head_dim < 1:
+            raise ValueError(f"attention group has window {self.window}, heads {self.kv_heads}, dim {self.head_dim}")
+        if not 1 <= len(self.layers) <= SPACE_LAYERS_MAX or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError("an attention group lists 1..1024 layers, ascending and once each")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCoordinate:
+    """Which part of the model's KV one worker holds: rank and size, tensor- and pipeline-parallel."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.tensor_rank < self.tensor_size and 0 <= self.pipeline_rank < self.pipeline_size):
+            raise ValueError(f"shard coordinate {self} has a rank outside its size")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Everything that makes KV bytes interchangeable. Two spaces that differ in any field never share a block.
+
+    ``None`` and an empty value are different. ``epoch`` is the operator's lever: raising it leaves every stored block
+    of a model behind at once (weights swapped under one name, say).
+    """
+
+    model: str
+    weights_digest: bytes
+    kv_dtype: str
+    layout: str
+    block_tokens: int
+    groups: tuple[AttentionGroup, ...]
+    revision: str | None = None
+    kv_scale_format: str | None = None
+    shard: ShardCoordinate = field(default_factory=ShardCoordinate)
+    adapter_digest: bytes | None = None
+    tenant_salt: bytes | None = None
+    epoch: int = 0
+    key_algorithm: str = KEY_ALGORITHM
+
+    def __post_init__(self) -> None:
+        if not BLOCK_TOKENS_MIN <= self.block_tokens <= BLOCK_TOKENS_MAX:
+            raise ValueError(f"block_tokens {self.block_tokens} is outside {BLOCK_TOKENS_MIN}..{BLOCK_TOKENS_MAX}")
+        if not 0 <= self.epoch < 2**32:
+            raise ValueError(f"epoch {self.epoch} is outside 0..2^32-1")
+        if not self.groups:
+            raise ValueError("a space has at least one attention group")
+        if len(encode_space(self)) > SPACE_BYTES_MAX:
+            raise ValueError(f"the space encodes to more than {SPACE_BYTES_MAX} bytes")
+
+
+def encode_space(space: Space) -> bytes:
+    """Canonical bytes of a space: a version byte, then every field by name, length-prefixed, in declaration order."""
+    parts = [bytes([SPACE_VERSION])]
+    for item in fields(space):
+        parts.append(_chunk(item.name.encode()))
+        parts.append(_encode_value(getattr(space, item.name)))
+    return b"".join(parts)
+
+
+def decode_space(data: bytes) -> Space:
+    """Inverse of ``encode_space``. Raises ValueError on anything that it would not have written."""
+    if len(data) > SPACE_BYTES_MAX:
+        raise ValueError(f"an encoded space has at most {SPACE_BYTES_MAX} bytes, not {len(data)}")
+    reader = _Reader(data)
+    if reader.take(1) != bytes([SPACE_VERSION]):
+        raise ValueError("the space is encoded in another version")
+    values: dict[str, object] = {}
+    for item in fields(Space):
+        if reader.chunk() != item.name.encode():
+            raise ValueError(f"the encoded space lacks the field {item.name!r} at its place")
+        values[item.name] = _decode_value(reader)
+    if reader.rest():
+        raise ValueError("the encoded space has bytes left over")
+    try:
+        space = Space(**values)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"the encoded space has a field of the wrong type: {error}") from error
+    if encode_space(space) != data:
+        raise ValueError("the encoded space is not canonical")
+    return space
+
+
+def space_id(space: Space) -> SpaceId:
+    """32 bytes that name the space."""
+    return SpaceId(blake3(encode_space(space), derive_key_context=SPACE_CONTEXT).digest())
+
+
+def differing_fields(one: Space, other: Space) -> tuple[str, ...]:
+    """Names of the fields in which two spaces differ, in declaration order."""
+    return tuple(item.name for item in fields(Space) if getattr(one, item.name) != getattr(other, item.name))
+
+
+def tenant_salt(tenant: str) -> bytes:
+    """The salt of a tenant's spaces: 32 bytes from its name."""
+    name = tenant.encode()
+    if len(name) > NAME_BYTES_MAX:
+        raise ValueError(f"a tenant's name has at most {NAME_BYTES_MAX} bytes, not {len(name)}")
+    return blake3(name, derive_key_context=_SALT_CONTEXT).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A non-text input at a token position of the prefix, by the full digest of its content (32 bytes)."""
+
+    position: int
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if self.position < 0 or len(self.digest) != KEY_BYTES:
+            raise ValueError("an attachment has a position >= 0 and a digest of 32 bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """How the store is asked for one block.
+
+    ``route`` is the first key of the block's stripe: placement hashes it, so that consecutive blocks lie together.
+    ``token_digest`` is the same in every space; a store answers a key whose digest differs as a miss.
+    """
+
+    key: BlockKey
+    parent: BlockKey
+    token_digest: TokenDigest
+    route: BlockKey
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateName:
+    """How the store is asked for a state: ``position`` = tokens before it, ``tail_tokens`` beyond its parent block.
+
+    ``parent`` is the key of the last complete block, or the space id where there is none.
+    """
+
+    key: StateKey
+    parent: BlockKey
+    route: BlockKey
+    position: int
+    tail_tokens: int
+
+
+class TokenChain:
+    """The keys of one growing token sequence in one space.
+
+    Appending is amortised: each complete block is hashed once. Holds the token ids (u32); never prints them.
+    """
+
+    __slots__ = ("_attachments", "_names", "_tokens", "block_tokens", "space_id")
+
+    def __init__(
+        self,
+        space_id: SpaceId,
+        block_tokens: int,
+        tokens: Iterable[int] = (),
+        attachments: Sequence[Attachment] = (),
+    ) -> None:
+        if len(space_id) != KEY_BYTES:
+            raise ValueError("a space id has 32 bytes")
+        if not BLOCK_TOKENS_MIN <= block_tokens <= BLOCK_TOKENS_MAX:
+            raise ValueError(f"block_tokens {block_tokens} is outside {BLOCK_TOKENS_MIN}..{BLOCK_TOKENS_MAX}")
+        self.space_id = space_id
+        self.block_tokens = block_tokens
+        self._tokens: list[int] = []
+        self._names: list[BlockName] = []
+        self._attachments = tuple(sorted(attachments, key=lambda item: (item.position, item.digest)))
+        self.append(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def names(self) -> Sequence[BlockName]:
+        """Names of the complete blocks, in order."""
+        return self._names
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self._tokens
+
+    def append(self, tokens: Iterable[int]) -> list[BlockName]:
+        """Add token ids; returns the names of the blocks that they completed. Raises ValueError for an id outside u32."""
+        new = [int(token) for token in tokens]
+        if new and not (min(new) >= 0 and max(new) <= TOKEN_ID_MAX):
+            raise ValueError("token ids are u32: 0..2^32-1")
+        self._tokens.extend(new)
+        first = len(self._names)
+        for index in range(first, len(self._tokens) // self.block_tokens):
+            begin = index * self.block_tokens
+            content = self._content(begin, begin + self.block_tokens)
+            parent = self._names[-1].key if self._names else BlockKey(bytes(self.space_id))
+            previous = self._names[-1].token_digest if self._names else _ROOT_DIGEST
+            key = BlockKey(blake3(parent + content, key=_BLOCK).digest())
+            digest = TokenDigest(blake3(previous + content, key=_TOKENS).digest(TOKEN_DIGEST_BYTES))
+            route = key if index % STRIPE_BLOCKS == 0 else self._names[-1].route
+            self._names.append(BlockName(key, parent, digest, route, index))
+        return self._names[first:]
+
+    def state_name(self, position: int) -> StateName:
+        """Name of the state after ``position`` tokens. Raises ValueError beyond the chain's length."""
+        if not 0 <= position <= len(self._tokens):
+            raise ValueError(f"position {position} is outside the {len(self._tokens)} tokens of the chain")
+        blocks, tail = divmod(position, self.block_tokens)
+        parent = self._names[blocks - 1] if blocks else None
+        parent_key = parent.key if parent else BlockKey(bytes(self.space_id))
+        content = self._content(position - tail, position)
+        return StateName(
+            key=StateKey(blake3(parent_key + content, key=_STATE).digest()),
+            parent=parent_key,
+            route=parent.route if parent else parent_key,
+            position=position,
+            tail_tokens=tail,
+        )
+
+    def _content(self, begin: int, end: int) -> bytes:
+        """What is hashed of tokens [begin, end): both counts, the ids as u32 LE, (offset, digest) of each attachment."""
+        inside = [item for item in self._attachments if begin <= item.position < end]
+        parts = [struct.pack("<II", end - begin, len(inside)), np.asarray(self._tokens[begin:end], dtype="<u4").tobytes()]
+        parts += [struct.pack("<I", item.position - begin) + item.digest for item in inside]
+        return b"".join(parts)
+
+
+# --- canonical encoding ---------------------------------------------------------------------------------------------
+
+
+def _chunk(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+def _encode_value(value: object) -> bytes:
+    match value:
+        case None:
+            return b"N"
+        case bool():
+            raise ValueError("a space has no boolean fields")
+        case int():
+            return b"I" + struct.pack("<Q", value)
+        case str():
+            text = value.encode()
+            if len(text) > NAME_BYTES_MAX:
+                raise ValueError(f"a name in a space has at most {NAME_BYTES_MAX} bytes, not {len(text)}")
+            return b"S" + _chunk(text)
+        case bytes():
+            return b"B" + _chunk(value)
+        case tuple():
+            return b"T" + struct.pack("<I", len(value)) + b"".join(_encode_value(item) for item in value)
+        case AttentionGroup():
+            return b"G" + b"".join(
+                _encode_value(item) for item in (value.window, value.layers, value.kv_heads, value.head_dim)
+            )
+        case ShardCoordinate():
+            return b"C" + b"".join(_encode_value(getattr(value, item.name)) for item in fields(value))
+        case _:
+            raise ValueError(f"a space cannot hold a {type(value).__name__}")
+
+
+def _decode_value(reader: _Reader) -> object:
+    tag = reader.take(1)
+    if tag == b"N":
+        return None
+    if tag == b"I":
+        return struct.unpack("<Q", reader.take(8))[0]
+    if tag == b"S":
+        return reader.chunk().decode()
+    if tag == b"B":
+        return reader.chunk()
+    if tag == b"T":
+        count = reader.u32()
+        if count > SPACE_LAYERS_MAX:
+            raise ValueError(f"a list in a space has at most {SPACE_LAYERS_MAX} items")
+        return tuple(_decode_value(reader) for _ in range(count))
+    if tag == b"G":
+        return AttentionGroup(*(_decode_value(reader) for _ in range(4)))  # type: ignore[arg-type]
+    if tag == b"C":
+        return ShardCoordinate(*(_decode_value(reader) for _ in range(4)))  # type: ignore[arg-type]
+    raise ValueError(f"unknown tag {tag!r} in an encoded space")
+
+
+class _Reader:
+    """A cursor over bytes; reading past the end is a ValueError."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, count: int) -> bytes:
+        part = self._data[self._at : self._at + count]
+        if len(part) != count:
+            raise ValueError("the encoded space ends early")
+        self._at += count
+        return part
+
+    def u32(self) -> int:
+        return int(struct.unpack("<I", self.take(4))[0])
+
+    def chunk(self) -> bytes:
+        return self.take(self.u32())
+
+    def rest(self) -> bytes:
+        return self._data[self._at :]

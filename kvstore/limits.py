@@ -1,0 +1,72 @@
+"""Every bound of the store, its unit, and what happens when it is reached. Relations between bounds are asserted below."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+# Identity
+KEY_BYTES = 32
+TOKEN_DIGEST_BYTES = 16
+BLOCK_TOKENS_MIN = 1
+BLOCK_TOKENS_MAX = 4096
+BLOCK_TOKENS_DEFAULT = 64
+STRIPE_BLOCKS = 16
+"""Consecutive blocks that placement sends to one node together."""
+TOKEN_ID_MAX = 2**32 - 1
+SPACE_BYTES_MAX = 16 * KIB
+"""Encoded size of a space; a larger one is a ValueError."""
+SPACE_LAYERS_MAX = 1024
+NAME_BYTES_MAX = 512
+"""Model names, revisions, tenants, owners (UTF-8)."""
+SPACES_MAX = 65_536
+"""Spaces a store registers; the next one is refused (Overloaded)."""
+
+# One call
+LOOKUP_KEYS_MAX = 32_768
+"""Keys in one lookup or touch, 2 Mi tokens at 64 a block; more is a ValueError."""
+BATCH_BLOCKS_MAX = 1024
+"""Blocks in one get or put; the client splits larger batches."""
+PAYLOAD_BYTES_MAX = 64 * MIB
+"""Bytes of one block; larger is a ValueError."""
+STATE_BYTES_MAX = 256 * MIB
+"""Bytes of one state; larger is a ValueError."""
+STATES_PER_LOOKUP_MAX = 64
+"""States that one lookup answer lists; the deepest (then youngest) are kept."""
+STATES_PER_PARENT_MAX = 32
+"""States remembered under one parent block; the oldest is dropped."""
+BATCH_BYTES_MAX = 512 * MIB
+"""Payload bytes of one frame; the client splits, a server closes the connection."""
+BODY_BYTES_MAX = 4 * MIB
+"""Bytes of one frame's body (messages without payload); larger closes the connection."""
+
+# Waiting
+DEADLINE_S_DEFAULT = 5.0
+DEADLINE_S_MAX = 600.0
+FRAME_S_MAX = 30.0
+"""A frame that has begun must be complete within this; a slower peer is disconnected."""
+IDLE_S_MAX = 3600.0
+"""A connection without a request for this long is closed."""
+HELLO_S_MAX = 5.0
+DRAIN_S = 10.0
+"""SIGTERM: requests in flight get this long."""
+
+# One node
+CONNECTIONS_MAX = 4096
+"""Connections of a node; the next is closed at once with Overloaded."""
+SEGMENT_BYTES_DEFAULT = 256 * MIB
+SEGMENT_BYTES_MIN = 1 * MIB
+SEGMENT_BYTES_MAX = 4 * GIB
+CAPACITY_BYTES_MIN = 8 * MIB
+TOMBSTONES_MAX = 262_144
+"""Removed keys whose reason is remembered (for explain); the oldest is forgotten."""
+STATE_POOL_BYTES_DEFAULT = 512 * MIB
+STATE_TTL_S_DEFAULT = 600.0
+SCAN_PAGE_MAX = 10_000
+"""Blocks in one page of a scan."""
+
+assert LOOKUP_KEYS_MAX * (KEY_BYTES + TOKEN_DIGEST_BYTES) < BODY_BYTES_MAX
+assert PAYLOAD_BYTES_MAX <= BATCH_BYTES_MAX and STATE_BYTES_MAX <= BATCH_BYTES_MAX
+assert SEGMENT_BYTES_MIN <= SEGMENT_BYTES_DEFAULT <= SEGMENT_BYTES_MAX
+assert HELLO_S_MAX <= FRAME_S_MAX <= IDLE_S_MAX

@@ -1,0 +1,104 @@
+"""Traffic classes: one stable byte each, and the numbers the daemon applies to them.
+
+Owns the byte of every built-in class and the shape of a class rule. Does not know what a class *means*: durations,
+floors and priorities come from ``retention/policy.py`` as finished numbers. Invariant: a byte, once given to a class,
+never names another one, since it is written into every record header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NewType
+
+TrafficClass = NewType("TrafficClass", int)
+"""One byte, 1..255. 0 is never a class, so that a zeroed header cannot carry one."""
+
+AGENT = TrafficClass(1)
+CHAT = TrafficClass(2)
+OPERATOR_CLASS_MIN = TrafficClass(16)
+"""Bytes 16..255 are for classes that an operator adds; 3..15 are kept for built-in ones."""
+CLASS_MAX = TrafficClass(255)
+
+BUILT_IN_NAMES: Mapping[str, TrafficClass] = {"agent": AGENT, "chat": CHAT}
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}\Z")
+CODECS = ("none", "zstd")
+KEEP_FOR_S_MAX = 100 * 365 * 86_400
+"""A hundred years: longer promises are refused, so that a deadline always fits a u32 of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRule:
+    """What the daemon does with blocks of one class: numbers only.
+
+    Units: ``keep_for_s`` seconds from the last touch; ``floor_bytes`` physical bytes that eviction leaves to the class.
+    ``priority``: classes with a lower number are evicted first. ``codec``: how payloads are stored.
+    """
+
+    class_byte: TrafficClass
+    name: str
+    keep_for_s: int
+    priority: int = 100
+    floor_bytes: int = 0
+    codec: str = "none"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.class_byte <= CLASS_MAX:
+            raise ValueError(f"class byte {self.class_byte} of {self.name!r} is outside 1..255")
+        if not _NAME.match(self.name):
+            raise ValueError(f"class name {self.name!r}: use 1-31 of a-z 0-9 _ -, starting with a letter")
+        if not 1 <= self.keep_for_s <= KEEP_FOR_S_MAX:
+            raise ValueError(f"class {self.name!r}: keep_for_s {self.keep_for_s} is outside 1 s..100 years")
+        if self.priority < 0 or self.floor_bytes < 0:
+            raise ValueError(f"class {self.name!r}: priority and floor_bytes must not be negative")
+        if self.codec not in CODECS:
+            raise ValueError(f"class {self.name!r}: codec {self.codec!r} is not one of {', '.join(CODECS)}")
+        built_in = BUILT_IN_NAMES.get(self.name)
+        if built_in is not None and built_in != self.class_byte:
+            raise ValueError(f"class {self.name!r} is built in and has byte {built_in}, not {self.class_byte}")
+        if built_in is None and self.class_byte < OPERATOR_CLASS_MIN:
+            raise ValueError(f"class {self.name!r}: operator classes use bytes {OPERATOR_CLASS_MIN}..255")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRules:
+    """Every class that a store knows, by byte; unique in bytes and names."""
+
+    rules: tuple[ClassRule, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise ValueError("a store needs at least one traffic class")
+        if len({rule.class_byte for rule in self.rules}) != len(self.rules):
+            raise ValueError("two traffic classes share one byte")
+        if len({rule.name for rule in self.rules}) != len(self.rules):
+            raise ValueError("two traffic classes share one name")
+
+    def by_byte(self, class_byte: int) -> ClassRule | None:
+        """The rule of a class, or None for a byte that no rule names (kept at the longest promise, and reported)."""
+        return next((rule for rule in self.rules if rule.class_byte == class_byte), None)
+
+    def by_name(self, name: str) -> ClassRule | None:
+        return next((rule for rule in self.rules if rule.name == name), None)
+
+    def keep_for_s(self, class_byte: int) -> int:
+        """Seconds from a touch by this class; an unknown class is kept at the longest promise of all."""
+        rule = self.by_byte(class_byte)
+        return rule.keep_for_s if rule else max(rule.keep_for_s for rule in self.rules)
+
+    def name_of(self, class_byte: int) -> str:
+        rule = self.by_byte(class_byte)
+        return rule.name if rule else f"class-{class_byte}"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(rule) for rule in self.rules]
+
+    @classmethod
+    def from_json(cls, rows: Iterable[Mapping[str, Any]]) -> ClassRules:
+        """Inverse of ``to_json``. Raises ValueError for unknown or missing fields."""
+        try:
+            return cls(tuple(ClassRule(**row) for row in rows))
+        except TypeError as error:
+            raise ValueError(f"a class rule has wrong fields: {error}") from error

@@ -1,0 +1,1 @@
+"""Prefill and decode workers: stateless over the block store."""

@@ -1,0 +1,1 @@
+"""Attachment of other engines, one file each."""
