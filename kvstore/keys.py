@@ -2,7 +2,7 @@
 
 Owns the canonical encoding of ``Space`` and the hashing of token blocks. Does not know about stores, tensors or
 policies. Invariants: equal keys mean equal token prefixes in equal spaces; absent and empty fields encode differently;
-nothing here depends on the process, its hash seed, or a dict's order. Golden vectors in ``tests/golden`` pin every byte.
+nothing here depends on the process, its hash seed, or a dict's order. Golden vectors in ``tests/golden`` pin the bytes.
 
     space id  = BLAKE3-derive-key("reprise-kv 2026 space id", canonical encoding)
     key[0]    = BLAKE3-keyed(BLOCK, space id | block 0)      block i = counts, token ids as u32 LE, attachments
@@ -14,8 +14,11 @@ nothing here depends on the process, its hash seed, or a dict's order. Golden ve
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from operator import index as as_integer
+from types import UnionType
 from typing import NewType
 
 import numpy as np
@@ -27,6 +30,7 @@ from kvstore.limits import (
     KEY_BYTES,
     NAME_BYTES_MAX,
     SPACE_BYTES_MAX,
+    SPACE_DIGEST_BYTES_MAX,
     SPACE_LAYERS_MAX,
     STRIPE_BLOCKS,
     TOKEN_DIGEST_BYTES,
@@ -61,10 +65,13 @@ class AttentionGroup:
     head_dim: int
 
     def __post_init__(self) -> None:
-        if self.window < 0 or self.kv_heads < 1 or self.head_dim < 1:
+        _check_integers(self, "window", "kv_heads", "head_dim")
+        if self.kv_heads < 1 or self.head_dim < 1:
             raise ValueError(f"attention group has window {self.window}, heads {self.kv_heads}, dim {self.head_dim}")
+        if not isinstance(self.layers, tuple) or not all(_is_u32(layer) for layer in self.layers):
+            raise ValueError("the layers of an attention group are a tuple of numbers 0..2^32-1")
         if not 1 <= len(self.layers) <= SPACE_LAYERS_MAX or list(self.layers) != sorted(set(self.layers)):
-            raise ValueError("an attention group lists 1..1024 layers, ascending and once each")
+            raise ValueError(f"an attention group lists 1..{SPACE_LAYERS_MAX} layers, ascending and once each")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class ShardCoordinate:
     pipeline_size: int = 1
 
     def __post_init__(self) -> None:
+        _check_integers(self, "tensor_rank", "tensor_size", "pipeline_rank", "pipeline_size")
         if not (0 <= self.tensor_rank < self.tensor_size and 0 <= self.pipeline_rank < self.pipeline_size):
             raise ValueError(f"shard coordinate {self} has a rank outside its size")
 
@@ -104,10 +112,21 @@ class Space:
     key_algorithm: str = KEY_ALGORITHM
 
     def __post_init__(self) -> None:
+        _check_integers(self, "block_tokens", "epoch")
         if not BLOCK_TOKENS_MIN <= self.block_tokens <= BLOCK_TOKENS_MAX:
             raise ValueError(f"block_tokens {self.block_tokens} is outside {BLOCK_TOKENS_MIN}..{BLOCK_TOKENS_MAX}")
-        if not 0 <= self.epoch < 2**32:
-            raise ValueError(f"epoch {self.epoch} is outside 0..2^32-1")
+        _check_kinds(self, str, "model", "kv_dtype", "layout", "key_algorithm")
+        _check_kinds(self, str | None, "revision", "kv_scale_format")
+        _check_kinds(self, bytes, "weights_digest")
+        _check_kinds(self, bytes | None, "adapter_digest", "tenant_salt")
+        _check_kinds(self, ShardCoordinate, "shard")
+        if not self.weights_digest:
+            raise ValueError("weights_digest is empty: new weights under an old name would be served old KV")
+        for name in ("weights_digest", "adapter_digest", "tenant_salt"):
+            if len(getattr(self, name) or b"") > SPACE_DIGEST_BYTES_MAX:
+                raise ValueError(f"{name} of a space has at most {SPACE_DIGEST_BYTES_MAX} bytes")
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, AttentionGroup) for group in self.groups):
+            raise ValueError("the groups of a space are a tuple of AttentionGroup")
         if not self.groups:
             raise ValueError("a space has at least one attention group")
         if len(encode_space(self)) > SPACE_BYTES_MAX:
@@ -137,10 +156,7 @@ def decode_space(data: bytes) -> Space:
         values[item.name] = _decode_value(reader)
     if reader.rest():
         raise ValueError("the encoded space has bytes left over")
-    try:
-        space = Space(**values)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ValueError(f"the encoded space has a field of the wrong type: {error}") from error
+    space = Space(**values)  # type: ignore[arg-type]  # its constructor checks every field's type
     if encode_space(space) != data:
         raise ValueError("the encoded space is not canonical")
     return space
@@ -157,7 +173,7 @@ def differing_fields(one: Space, other: Space) -> tuple[str, ...]:
 
 
 def tenant_salt(tenant: str) -> bytes:
-    """The salt of a tenant's spaces: 32 bytes from its name."""
+    """The salt of a tenant's spaces: 32 bytes from its name. No tenant at all is ``None``, which no name maps to."""
     name = tenant.encode()
     if len(name) > NAME_BYTES_MAX:
         raise ValueError(f"a tenant's name has at most {NAME_BYTES_MAX} bytes, not {len(name)}")
@@ -172,7 +188,7 @@ class Attachment:
     digest: bytes
 
     def __post_init__(self) -> None:
-        if self.position < 0 or len(self.digest) != KEY_BYTES:
+        if self.position < 0 or not isinstance(self.digest, bytes) or len(self.digest) != KEY_BYTES:
             raise ValueError("an attachment has a position >= 0 and a digest of 32 bytes")
 
 
@@ -211,7 +227,7 @@ class TokenChain:
     Appending is amortised: each complete block is hashed once. Holds the token ids (u32); never prints them.
     """
 
-    __slots__ = ("_attachments", "_names", "_tokens", "block_tokens", "space_id")
+    __slots__ = ("_attachments", "_names", "_positions", "_tokens", "block_tokens", "space_id")
 
     def __init__(
         self,
@@ -229,6 +245,7 @@ class TokenChain:
         self._tokens: list[int] = []
         self._names: list[BlockName] = []
         self._attachments = tuple(sorted(attachments, key=lambda item: (item.position, item.digest)))
+        self._positions = [item.position for item in self._attachments]
         self.append(tokens)
 
     def __len__(self) -> int:
@@ -244,8 +261,14 @@ class TokenChain:
         return self._tokens
 
     def append(self, tokens: Iterable[int]) -> list[BlockName]:
-        """Add token ids; returns the names of the blocks that they completed. Raises ValueError for an id outside u32."""
-        new = [int(token) for token in tokens]
+        """Add token ids; returns the names of the blocks that they completed.
+
+        Raises ValueError, and adds nothing, when one of them is not an integer in 0..2^32-1.
+        """
+        try:
+            new = [as_integer(token) for token in tokens]
+        except TypeError as error:
+            raise ValueError(f"token ids are integers: {error}") from error
         if new and not (min(new) >= 0 and max(new) <= TOKEN_ID_MAX):
             raise ValueError("token ids are u32: 0..2^32-1")
         self._tokens.extend(new)
@@ -278,14 +301,31 @@ class TokenChain:
         )
 
     def _content(self, begin: int, end: int) -> bytes:
-        """What is hashed of tokens [begin, end): both counts, the ids as u32 LE, (offset, digest) of each attachment."""
-        inside = [item for item in self._attachments if begin <= item.position < end]
-        parts = [struct.pack("<II", end - begin, len(inside)), np.asarray(self._tokens[begin:end], dtype="<u4").tobytes()]
+        """What is hashed of tokens [begin, end): both counts, ids as u32 LE, (offset, digest) of each attachment."""
+        inside = self._attachments[bisect_left(self._positions, begin) : bisect_left(self._positions, end)]
+        ids = np.asarray(self._tokens[begin:end], dtype="<u4").tobytes()
+        parts = [struct.pack("<II", end - begin, len(inside)), ids]
         parts += [struct.pack("<I", item.position - begin) + item.digest for item in inside]
         return b"".join(parts)
 
 
 # --- canonical encoding ---------------------------------------------------------------------------------------------
+
+
+def _is_u32(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
+
+
+def _check_integers(holder: object, *names: str) -> None:
+    for name in names:
+        if not _is_u32(value := getattr(holder, name)):
+            raise ValueError(f"{name} {value!r} is not a number in 0..2^32-1")
+
+
+def _check_kinds(holder: object, kind: type | UnionType, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(holder, name), kind):
+            raise ValueError(f"{name} of a space cannot be a {type(value).__name__}")
 
 
 def _chunk(data: bytes) -> bytes:
@@ -320,25 +360,41 @@ def _encode_value(value: object) -> bytes:
 
 
 def _decode_value(reader: _Reader) -> object:
+    """One field's value. Lists hold groups, groups hold one list of numbers, and nothing nests deeper."""
     tag = reader.take(1)
+    if tag == b"T":
+        return tuple(_decode_group(reader) for _ in range(reader.count()))
+    if tag == b"C":
+        return ShardCoordinate(*(_decode_integer(reader) for _ in range(4)))
+    return _decode_scalar(tag, reader)
+
+
+def _decode_scalar(tag: bytes, reader: _Reader) -> object:
     if tag == b"N":
         return None
     if tag == b"I":
-        return struct.unpack("<Q", reader.take(8))[0]
+        return reader.u64()
     if tag == b"S":
         return reader.chunk().decode()
     if tag == b"B":
         return reader.chunk()
-    if tag == b"T":
-        count = reader.u32()
-        if count > SPACE_LAYERS_MAX:
-            raise ValueError(f"a list in a space has at most {SPACE_LAYERS_MAX} items")
-        return tuple(_decode_value(reader) for _ in range(count))
-    if tag == b"G":
-        return AttentionGroup(*(_decode_value(reader) for _ in range(4)))  # type: ignore[arg-type]
-    if tag == b"C":
-        return ShardCoordinate(*(_decode_value(reader) for _ in range(4)))  # type: ignore[arg-type]
     raise ValueError(f"unknown tag {tag!r} in an encoded space")
+
+
+def _decode_integer(reader: _Reader) -> int:
+    if reader.take(1) != b"I":
+        raise ValueError("the encoded space lacks a number at its place")
+    return reader.u64()
+
+
+def _decode_group(reader: _Reader) -> AttentionGroup:
+    if reader.take(1) != b"G":
+        raise ValueError("the encoded space lacks an attention group at its place")
+    window = _decode_integer(reader)
+    if reader.take(1) != b"T":
+        raise ValueError("the encoded space lacks a group's layers at their place")
+    layers = tuple(_decode_integer(reader) for _ in range(reader.count()))
+    return AttentionGroup(window, layers, _decode_integer(reader), _decode_integer(reader))
 
 
 class _Reader:
@@ -357,6 +413,15 @@ class _Reader:
 
     def u32(self) -> int:
         return int(struct.unpack("<I", self.take(4))[0])
+
+    def u64(self) -> int:
+        return int(struct.unpack("<Q", self.take(8))[0])
+
+    def count(self) -> int:
+        count = self.u32()
+        if count > SPACE_LAYERS_MAX:
+            raise ValueError(f"a list in a space has at most {SPACE_LAYERS_MAX} items")
+        return count
 
     def chunk(self) -> bytes:
         return self.take(self.u32())

@@ -1,4 +1,4 @@
-"""Every bound of the store, its unit, and what happens when it is reached. Relations between bounds are asserted below."""
+"""Every bound of the store, its unit, and what happens when it is reached. Their relations are asserted below."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ TOKEN_ID_MAX = 2**32 - 1
 SPACE_BYTES_MAX = 16 * KIB
 """Encoded size of a space; a larger one is a ValueError."""
 SPACE_LAYERS_MAX = 1024
+SPACE_DIGEST_BYTES_MAX = 64
+"""Bytes of a digest or salt in a space; longer is a ValueError (hash it first)."""
 NAME_BYTES_MAX = 512
 """Model names, revisions, tenants, owners (UTF-8)."""
 SPACES_MAX = 65_536
@@ -67,6 +69,7 @@ SCAN_PAGE_MAX = 10_000
 """Blocks in one page of a scan."""
 
 assert LOOKUP_KEYS_MAX * (KEY_BYTES + TOKEN_DIGEST_BYTES) < BODY_BYTES_MAX
-assert PAYLOAD_BYTES_MAX <= BATCH_BYTES_MAX and STATE_BYTES_MAX <= BATCH_BYTES_MAX
+assert PAYLOAD_BYTES_MAX <= BATCH_BYTES_MAX
+assert STATE_BYTES_MAX <= BATCH_BYTES_MAX
 assert SEGMENT_BYTES_MIN <= SEGMENT_BYTES_DEFAULT <= SEGMENT_BYTES_MAX
 assert HELLO_S_MAX <= FRAME_S_MAX <= IDLE_S_MAX

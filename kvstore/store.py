@@ -23,7 +23,7 @@ AckLevel = Literal["os", "disk"]
 """``os``: survives the process. ``disk``: survives power loss (group-committed fdatasync)."""
 
 FLAG_APPROXIMATE = 0x01
-"""Provenance: computed downstream of a bounded replay. An exact block that arrives later replaces an approximate one."""
+"""Provenance: computed downstream of a bounded replay. A later exact block replaces an approximate one."""
 FLAGS_KNOWN = FLAG_APPROXIMATE
 
 
@@ -113,7 +113,7 @@ class Lookup:
     load_s_estimate: float = 0.0
 
     def prefix_blocks(self, *, exact_only: bool = False) -> int:
-        """Blocks present without a gap from the first key on; with ``exact_only`` an approximate block ends the prefix."""
+        """Blocks present without a gap from the first on; with ``exact_only`` an approximate block ends the prefix."""
         usable = self.presence == Presence.PRESENT
         if exact_only:
             usable = usable & ((self.flags & FLAG_APPROXIMATE) == 0)
@@ -221,7 +221,7 @@ class Sighting:
 
 
 class Store(Protocol):
-    """The verbs. Every call has a deadline in seconds and raises only errors of ``kvstore.errors`` (ValueError for misuse).
+    """The verbs. Every call has a deadline in seconds; raises errors of ``kvstore.errors`` (ValueError: misuse).
 
     Thread-safe. Buffers passed in belong to the caller again when the call returns; a backend keeps no reference.
     """

@@ -25,8 +25,10 @@ BUILT_IN_NAMES: Mapping[str, TrafficClass] = {"agent": AGENT, "chat": CHAT}
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}\Z")
 CODECS = ("none", "zstd")
-KEEP_FOR_S_MAX = 100 * 365 * 86_400
-"""A hundred years: longer promises are refused, so that a deadline always fits a u32 of seconds."""
+KEEP_FOR_S_MAX = 50 * 365 * 86_400
+"""Fifty years: longer promises are refused, so that a deadline fits a u32 of seconds for touches until 2056."""
+FLOOR_BYTES_MAX = 2**60
+PRIORITY_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,19 @@ class ClassRule:
     codec: str = "none"
 
     def __post_init__(self) -> None:
+        for number in (self.class_byte, self.keep_for_s, self.priority, self.floor_bytes):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise ValueError(f"class {self.name!r}: {number!r} is not a whole number")
         if not 1 <= self.class_byte <= CLASS_MAX:
             raise ValueError(f"class byte {self.class_byte} of {self.name!r} is outside 1..255")
-        if not _NAME.match(self.name):
+        if not isinstance(self.name, str) or not _NAME.match(self.name):
             raise ValueError(f"class name {self.name!r}: use 1-31 of a-z 0-9 _ -, starting with a letter")
         if not 1 <= self.keep_for_s <= KEEP_FOR_S_MAX:
-            raise ValueError(f"class {self.name!r}: keep_for_s {self.keep_for_s} is outside 1 s..100 years")
-        if self.priority < 0 or self.floor_bytes < 0:
-            raise ValueError(f"class {self.name!r}: priority and floor_bytes must not be negative")
+            raise ValueError(f"class {self.name!r}: keep_for_s {self.keep_for_s} is outside 1 s..50 years")
+        if not 0 <= self.priority <= PRIORITY_MAX:
+            raise ValueError(f"class {self.name!r}: priority {self.priority} is outside 0..{PRIORITY_MAX}")
+        if not 0 <= self.floor_bytes <= FLOOR_BYTES_MAX:
+            raise ValueError(f"class {self.name!r}: floor_bytes {self.floor_bytes} is outside 0..1 EiB")
         if self.codec not in CODECS:
             raise ValueError(f"class {self.name!r}: codec {self.codec!r} is not one of {', '.join(CODECS)}")
         built_in = BUILT_IN_NAMES.get(self.name)
