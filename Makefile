@@ -17,9 +17,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint ops/constraints.txt
 SOURCES := pyproject.toml ops/constraints.txt
 
-# The tests and the demo share the cores with the processes that they start: one thread each, no stray bytecode races.
-export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
+# The tests share the cores with the processes that they start: one thread each.
+test: export OMP_NUM_THREADS := 1
 
 .PHONY: help run test lint clean
 

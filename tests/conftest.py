@@ -10,7 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("NO_COLOR", "1")
 os.environ.setdefault("COLUMNS", "160")
 
-from hypothesis import HealthCheck, settings  # noqa: E402 (the environment comes first)
+from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "reprise",

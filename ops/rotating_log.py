@@ -1,0 +1,50 @@
+"""A log file that cannot grow without bound: PATH, and PATH.1 with what came before.
+
+Owns the two files. Does not know what is written. Invariant: together they hold at most twice ``bytes_max`` and one
+write more.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+LOG_BYTES_MAX = 8 * 1024 * 1024
+
+
+class RotatingLog:
+    """Appends bytes; when the file is full it becomes PATH.1 and a new one begins. Not thread-safe."""
+
+    def __init__(self, path: Path, file: BinaryIO, bytes_max: int = LOG_BYTES_MAX) -> None:
+        self.path = path
+        self._file = file
+        self._bytes_max = bytes_max
+        self._size = file.tell()
+
+    @classmethod
+    def open(cls, path: Path, bytes_max: int = LOG_BYTES_MAX) -> RotatingLog:
+        """Open for appending; the directory is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return cls(path, path.open("ab", buffering=0), bytes_max)
+
+    def write(self, data: bytes) -> None:
+        if self._size and self._size + len(data) > self._bytes_max:
+            self._rotate()
+        self._file.write(data)
+        self._size += len(data)
+
+    def tail(self, lines: int, bytes_max: int = 16_384) -> list[str]:
+        """The last lines, from at most ``bytes_max`` bytes."""
+        with self.path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
+            return file.read().decode(errors="replace").splitlines()[-lines:]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rotate(self) -> None:
+        self._file.close()
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        self._file = self.path.open("ab", buffering=0)
+        self._size = 0

@@ -1,0 +1,72 @@
+"""Settings of ``reprise up``, the command lines of its children, and the lock on the data directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ops.up import UNIX_PATH_BYTES_MAX, DataInUse, UpConfig, load_config, lock_data, specs, unix_path
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    """Three layers, the nearest to the operator first."""
+    text = 'model = "demo-swa"\ncapacity = "1GiB"\nworker_options = ["--chunk-tokens", "64"]\n'
+    file = write(tmp_path / "up.toml", text)
+    config = load_config(file, {"capacity": "2GiB", "keys": None})
+    assert (config.model, config.capacity, config.listen) == ("demo-swa", "2GiB", "127.0.0.1:8000")
+    assert config.worker_options == ("--chunk-tokens", "64")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("modle = 'demo'", "unknown key 'modle'"),
+        ("capacity = 20", "capacity must be a string"),
+        ("capacity = '20'", "no unit"),
+        ("threads = '2'", "threads must be a whole number"),
+        ("threads = true", "threads must be a whole number"),
+        ("listen = 'localhost'", "listen is HOST:PORT"),
+        ("listen = '127.0.0.1:70000'", "listen is HOST:PORT"),
+        ("store_options = [1]", "store_options must be a list of strings"),
+        ("model = ", "cannot read"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path: Path, text: str, complaint: str) -> None:
+    """A wrong key, type, unit or address is refused at start with its name."""
+    with pytest.raises(ValueError, match=complaint):
+        load_config(write(tmp_path / "up.toml", text), {})
+
+
+def test_a_restarted_child_keeps_a_chosen_port(tmp_path: Path) -> None:
+    """Port 0 is resolved once; a fixed port is asked for as it is."""
+    store = specs(UpConfig(data=tmp_path, store_listen="127.0.0.1:0"))[0]
+    first = store.command({}, None)
+    again = store.command({}, {"listen": "127.0.0.1:4321", "admin": "127.0.0.1:7072"})
+    assert first[first.index("--listen") + 1] == "127.0.0.1:0"
+    assert again[again.index("--listen") + 1] == "127.0.0.1:4321"
+    assert again[again.index("--admin") + 1] == "127.0.0.1:7072"
+
+
+def test_a_long_data_path_still_gets_a_usable_socket(tmp_path: Path) -> None:
+    """A Unix socket's path is short whatever the data directory's is, and the same each time."""
+    deep = tmp_path / ("x" * 90) / ("y" * 90)
+    deep.mkdir(parents=True)
+    assert len(str(unix_path(deep))) <= UNIX_PATH_BYTES_MAX
+    assert unix_path(deep) == unix_path(deep)
+    assert unix_path(Path("data")).name == "store.sock"
+
+
+def test_a_second_up_on_the_same_data_is_refused(tmp_path: Path) -> None:
+    """The refusal names the holder; after the holder is gone the directory is free."""
+    held = lock_data(tmp_path)
+    with pytest.raises(DataInUse, match=f"pid {os.getpid()}"):
+        lock_data(tmp_path)
+    os.close(held)
+    os.close(lock_data(tmp_path))
