@@ -1,0 +1,517 @@
+"""The command `retention`: show, policy, sweep, pins and purge, against one or more nodes.
+
+Owns options, confirmation and exit codes. Decides nothing itself: it reads, asks the pure modules, shows, and (only
+with ``--apply``) acts. Does not know how a store is reached, apart from ``open_store``.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvstore.errors import PolicyConflict, StoreError
+from kvstore.keys import BlockKey
+from kvstore.store import Clock, Effect, Policy, Store, SystemClock
+from kvstore.traffic import ClassRules
+from kvstore.units import parse_duration_s, parse_seconds
+from retention import report
+from retention.errors import NothingMatched, RetentionError
+from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
+from retention.planner import by_class, by_space, summarise
+from retention.policy import (
+    ClassChange,
+    check_change,
+    check_policy,
+    diff_policies,
+    load_class_rules,
+    parse_keep_for,
+    policy_text,
+    replace_keep_for,
+)
+from retention.purge import Purge, match_space, parse_key, purge_prefix, purge_spaces, spaces_of_tenant
+from retention.scan import scan_blocks
+from retention.sweeper import SweepReport, sweep_loop, sweep_once
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CONFLICT = 3
+EXIT_NOTHING = 4
+
+HELP = "What is kept and for how long: see it, change it, and take things away."
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the operation failed or a node did not answer; 2 wrong usage or input; "
+    "3 the policy changed meanwhile; 4 nothing matched."
+)
+
+TOKEN_BYTES_MAX = 4096
+PLAIN_WIDTH = 200
+"""Columns of a table that does not go to a terminal, so that a pipe sees every value whole."""
+
+OpenStore = Callable[[Sequence[str], str | None], Store]
+
+
+class Grouping(StrEnum):
+    """What a row of ``show`` is about."""
+
+    CLASS = "class"
+    SPACE = "space"
+
+
+StoreOption = Annotated[
+    list[str] | None,
+    typer.Option("--store", envvar="REPRISE_STORE", help="Address of a node: unix:/path or HOST:PORT (repeatable)."),
+]
+TokenOption = Annotated[
+    Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")
+]
+DeadlineOption = Annotated[str, typer.Option("--deadline", help="Longest wait for the whole operation, like 30s.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+ApplyOption = Annotated[bool, typer.Option("--apply", help="Do it; without, only say what would be done.")]
+SpaceOption = Annotated[str, typer.Option("--space", help="Space id in hex, or the first digits of it (8 at least).")]
+KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of blocks, 64 hex digits each.")]
+
+
+def open_store(addresses: Sequence[str], token: str | None) -> Store:
+    """A client of running nodes. The one place that opens connections."""
+    from kvstore.client import StoreClient
+
+    return StoreClient.connect(addresses, token=token)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a command works with while it runs."""
+
+    store: Store
+    clock: Clock
+    deadline_s: float
+    as_json: bool
+
+    def facts(self) -> report.Facts:
+        rules = self.store.policy(deadline_s=self.deadline_s).rules
+        return report.Facts(rules, self.store.spaces(deadline_s=self.deadline_s))
+
+    def show(self, document: Any, *renderables: Any) -> None:
+        """The document as JSON, or the renderables for people."""
+        if self.as_json:
+            typer.echo(json.dumps(document, sort_keys=True))
+            return
+        console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+        for renderable in renderables:
+            console.print(renderable, markup=False, highlight=False)
+
+    def fail_for(self, effect: Effect) -> None:
+        """Exit with 1, naming the nodes, when some did not answer."""
+        if effect.nodes_failed:
+            for line in report.failed_lines(effect):
+                typer.echo(line, err=True)
+            raise typer.Exit(EXIT_FAILED)
+
+
+def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) -> typer.Typer:
+    """The typer application; tests give it their own store and clock."""
+    sessions = _Sessions(open_store, clock or SystemClock())
+    app = typer.Typer(no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None)
+    policy = typer.Typer(no_args_is_help=True, help="Read or change how long each traffic class keeps its blocks.")
+    _add_show(app, sessions)
+    _add_policy(policy, sessions)
+    app.add_typer(policy, name="policy")
+    _add_sweep(app, sessions)
+    _add_pins(app, sessions)
+    _add_purge(app, sessions)
+    return app
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def _add_show(app: typer.Typer, sessions: _Sessions) -> None:
+    @app.command()
+    def show(
+        by: Annotated[Grouping | None, typer.Option("--by", help="One row a class or space, not one a pair.")] = None,
+        space: Annotated[str | None, typer.Option("--space", help="Only this space (id or first digits).")] = None,
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "120s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Blocks, bytes, the oldest and the next to expire, per class and space."""
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            facts = session.facts()
+            only = match_space(space, facts.spaces) if space else None
+            now_s = session.clock.now_s()
+            blocks = scan_blocks(session.store, only, deadline_s=session.deadline_s)
+            rows = _rows(by, summarise(blocks, facts.rules, now_s))
+            session.show(
+                [report.usage_json(*row, facts) for row in rows],
+                report.usage_table(rows, facts, now_s) if rows else "no blocks are stored",
+            )
+
+
+def _add_policy(app: typer.Typer, sessions: _Sessions) -> None:
+    @app.command("get")
+    def get(
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "10s",
+        as_json: JsonOption = False,
+        toml: Annotated[bool, typer.Option("--toml", help="Print the policy as a document for `policy set`.")] = False,
+    ) -> None:
+        """The policy in force."""
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            policy = session.store.policy(deadline_s=session.deadline_s)
+            if toml:
+                typer.echo(policy_text(policy.rules), nl=False)
+            else:
+                session.show(report.policy_json(policy), report.policy_table(policy))
+
+    @app.command("set")
+    def set_(
+        file: Annotated[Path | None, typer.Argument(help="Policy document (TOML).")] = None,
+        keep: Annotated[
+            list[str] | None, typer.Option("--keep", help="CLASS=DURATION, like agent=2d (repeatable).")
+        ] = None,
+        apply: ApplyOption = False,
+        expect: Annotated[
+            int | None, typer.Option("--expect", help="Version that the change was made for; another is a conflict.")
+        ] = None,
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "120s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Change the policy. Shows first what the change would drop at once; changes nothing without --apply."""
+        if (file is None) == (not keep):
+            raise typer.BadParameter("give either a policy FILE or one or more --keep CLASS=DURATION")
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            before = session.store.policy(deadline_s=session.deadline_s)
+            _expect_version(before, expect)
+            rules, text = _wanted_policy(before.rules, file, keep or [], _capacity_bytes(session))
+            _change_policy(session, before, rules, text, apply=apply)
+
+
+def _add_sweep(app: typer.Typer, sessions: _Sessions) -> None:
+    @app.command()
+    def sweep(
+        apply: ApplyOption = False,
+        loop: Annotated[bool, typer.Option("--loop", help="Sweep again and again until SIGTERM or Ctrl-C.")] = False,
+        every: Annotated[str, typer.Option("--every", help="Time between sweeps of --loop, like 5m.")] = "5m",
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "120s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Give what is past its promise back to the free list."""
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            if loop:
+                _sweep_again_and_again(session, parse_duration_s(every), apply=apply)
+            else:
+                effect = sweep_once(session.store, apply=apply, deadline_s=session.deadline_s)
+                _show_effect(session, effect, "swept" if apply else "a sweep would remove")
+
+
+def _add_pins(app: typer.Typer, sessions: _Sessions) -> None:
+    @app.command()
+    def pin(
+        keys: KeysArgument,
+        space: SpaceOption,
+        owner: Annotated[str, typer.Option("--owner", help="Who holds the pin.")],
+        reason: Annotated[str, typer.Option("--reason", help="Why.")],
+        for_: Annotated[str | None, typer.Option("--for", help="How long, like 7d; without, until unpinned.")] = None,
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "10s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Hold blocks against expiry and eviction."""
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            now_s = session.clock.now_s()
+            until_s = int(now_s) + parse_keep_for(for_) if for_ else 0
+            home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
+            pins = make_pins(home, _keys(keys), owner=owner, reason=reason, until_s=until_s, now_s=now_s)
+            _show_pin_count(session, "pinned", "stored", pin_blocks(session.store, pins, deadline_s=session.deadline_s))
+
+    @app.command()
+    def unpin(
+        keys: KeysArgument,
+        space: SpaceOption,
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "10s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Take pins away; the blocks keep their promises."""
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
+            count = unpin_blocks(session.store, home, _keys(keys), deadline_s=session.deadline_s)
+            _show_pin_count(session, "unpinned", "pinned", count)
+
+    @app.command()
+    def pins(
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "10s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Every pin, with its owner, reason and end."""
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            found = session.store.pins(deadline_s=session.deadline_s)
+            facts = session.facts()
+            table = report.pins_table(found, facts, session.clock.now_s())
+            session.show([report.pin_json(item) for item in found], table if found else "no block is pinned")
+
+
+def _add_purge(app: typer.Typer, sessions: _Sessions) -> None:
+    @app.command()
+    def purge(
+        space: Annotated[str | None, typer.Option("--space", help="Everything of one space (id or digits).")] = None,
+        tenant: Annotated[str | None, typer.Option("--tenant", help="Every space of a tenant, by its name.")] = None,
+        prefix: Annotated[
+            str | None, typer.Option("--prefix", help="A block's key: the block and all that extends it.")
+        ] = None,
+        apply: ApplyOption = False,
+        yes: Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")] = False,
+        store: StoreOption = None,
+        token_file: TokenOption = None,
+        deadline: DeadlineOption = "120s",
+        as_json: JsonOption = False,
+    ) -> None:
+        """Remove blocks for good: of a space, a tenant, or a prefix and all that extends it."""
+        if sum(choice is not None for choice in (space, tenant, prefix)) != 1:
+            raise typer.BadParameter("give exactly one of --space, --tenant and --prefix")
+        with sessions.open(store, token_file, deadline, as_json) as session:
+            run = _purge_of(session, space, tenant, prefix)
+            if apply and not yes and sys.stdin.isatty():
+                typer.echo(report.purge_line(run(False)), err=True)
+                typer.confirm("purge for good?", abort=True, err=True)
+            result = run(apply)
+            session.show(report.purge_json(result), report.purge_line(result), *_dry_hint(apply))
+
+
+# --- steps of commands ----------------------------------------------------------------------------------------------
+
+
+def _rows(by: Grouping | None, totals: Any) -> list[tuple[Any, Any, Any]]:
+    if by is Grouping.CLASS:
+        return [(class_byte, None, usage) for class_byte, usage in by_class(totals).items()]
+    if by is Grouping.SPACE:
+        return [(None, space_id, usage) for space_id, usage in by_space(totals).items()]
+    return [(class_byte, space_id, usage) for (class_byte, space_id), usage in totals.items()]
+
+
+def _expect_version(policy: Policy, expected: int | None) -> None:
+    if expected is not None and expected != policy.version:
+        raise PolicyConflict(f"the policy is at version {policy.version}, not {expected}: look at it again")
+
+
+def _wanted_policy(
+    before: ClassRules, file: Path | None, keep: Sequence[str], capacity_bytes: int | None
+) -> tuple[ClassRules, str]:
+    """Rules and text that the user asks for. Raises PolicyInvalid or ValueError."""
+    if file is not None:
+        rules, text = load_class_rules(file, capacity_bytes=capacity_bytes)
+    else:
+        rules = replace_keep_for(before, _parse_keeps(keep))
+        check_policy(list(rules.rules), capacity_bytes=capacity_bytes)
+        text = policy_text(rules)
+    check_change(before, rules)
+    return rules, text
+
+
+def _parse_keeps(keep: Sequence[str]) -> dict[str, int]:
+    keeps: dict[str, int] = {}
+    for item in keep:
+        name, equals, duration = item.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--keep {item!r}: write CLASS=DURATION, like agent=2d")
+        if name in keeps:
+            raise ValueError(f"--keep names class {name!r} twice")
+        keeps[name] = parse_keep_for(duration)
+    return keeps
+
+
+def _capacity_bytes(session: Session) -> int | None:
+    capacity_bytes = session.store.stats(deadline_s=session.deadline_s).get("capacity_bytes")
+    return capacity_bytes if isinstance(capacity_bytes, int) and capacity_bytes > 0 else None
+
+
+def _change_policy(session: Session, before: Policy, rules: ClassRules, text: str, *, apply: bool) -> None:
+    """Show the change and what it would drop, then make it where asked; both hold to the version that was read."""
+    changes = diff_policies(before.rules, rules)
+    facts = report.Facts(before.rules, session.store.spaces(deadline_s=session.deadline_s))
+    effect = session.store.set_policy(
+        rules, text, expected_version=before.version, apply=False, deadline_s=session.deadline_s
+    )
+    if apply:
+        if not session.as_json and effect.blocks:
+            session.show(None, report.effect_table(effect, facts, "the change drops"))
+        effect = session.store.set_policy(
+            rules, text, expected_version=before.version, apply=True, deadline_s=session.deadline_s
+        )
+    document = {
+        "version": before.version + (1 if apply else 0),
+        "changes": report.changes_json(changes),
+        "effect": report.effect_json(effect, facts),
+    }
+    session.show(document, *_change_lines(changes, effect, facts, apply=apply))
+    session.fail_for(effect)
+
+
+def _change_lines(
+    changes: tuple[ClassChange, ...], effect: Effect, facts: report.Facts, *, apply: bool
+) -> Iterator[Any]:
+    yield report.changes_table(changes) if changes else "no class changes"
+    if effect.blocks and not apply:
+        yield report.effect_table(effect, facts, "the change would drop")
+    expired = "expired" if apply else "would expire"
+    yield f"{effect.blocks:,} blocks {expired} at once" if effect.blocks else "no stored block loses its promise now"
+    yield from _dry_hint(apply)
+
+
+def _sweep_again_and_again(session: Session, every_s: int, *, apply: bool) -> None:
+    facts = session.facts()
+
+    def tell(latest: SweepReport) -> None:
+        line = f"sweep: {report.effect_line(latest.effect)}" if latest.effect else f"sweep failed: {latest.error}"
+        session.show(report.sweep_json(latest, facts), line)
+        for failed in report.failed_lines(latest.effect) if latest.effect else []:
+            typer.echo(failed, err=True)
+
+    with _stop_signals() as stop:
+        last = sweep_loop(
+            session.store,
+            apply=apply,
+            every_s=every_s,
+            clock=session.clock,
+            wait=stop.wait,
+            report=tell,
+            deadline_s=session.deadline_s,
+        )
+    if not last.complete:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _show_effect(session: Session, effect: Effect, title: str) -> None:
+    facts = session.facts()
+    table = [report.effect_table(effect, facts, title)] if effect.removed else []
+    session.show(report.effect_json(effect, facts), *table, report.effect_line(effect), *_dry_hint(effect.applied))
+    session.fail_for(effect)
+
+
+def _show_pin_count(session: Session, verb: str, condition: str, count: PinCount) -> None:
+    missing = count.asked - count.found
+    line = f"{verb} {count.found} of {count.asked} blocks" + (f"; {missing} not {condition}" if missing else "")
+    session.show({"asked": count.asked, verb: count.found}, line)
+    if missing:
+        raise typer.Exit(EXIT_FAILED if count.found else EXIT_NOTHING)
+
+
+def _purge_of(session: Session, space: str | None, tenant: str | None, prefix: str | None) -> Callable[[bool], Purge]:
+    """The chosen purge as a function of ``apply``. Raises before anything is removed when the choice is wrong."""
+    store, deadline_s = session.store, session.deadline_s
+    if prefix is not None:
+        root = parse_key(prefix)
+        return lambda apply: purge_prefix(store, root, apply=apply, deadline_s=deadline_s)
+    spaces = store.spaces(deadline_s=deadline_s)
+    chosen = spaces_of_tenant(tenant, spaces) if tenant is not None else (match_space(space or "", spaces),)
+    return lambda apply: purge_spaces(store, chosen, apply=apply, deadline_s=deadline_s)
+
+
+def _keys(texts: Sequence[str]) -> tuple[BlockKey, ...]:
+    return tuple(parse_key(text) for text in texts)
+
+
+def _dry_hint(applied: bool) -> tuple[str, ...]:
+    return () if applied else ("nothing was changed; add --apply to do it",)
+
+
+# --- opening and ending ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Sessions:
+    """Opens the store for one command and turns every error into its exit code."""
+
+    open_store: OpenStore
+    clock: Clock
+
+    @contextmanager
+    def open(
+        self, addresses: Sequence[str] | None, token_file: Path | None, deadline: str, as_json: bool
+    ) -> Iterator[Session]:
+        with _exit_codes():
+            if not addresses:
+                raise ValueError("name a node: --store ADDRESS, or REPRISE_STORE in the environment")
+            deadline_s = parse_seconds(deadline)
+            if deadline_s <= 0:
+                raise ValueError("--deadline must be longer than 0 s")
+            store = self.open_store(addresses, _read_token(token_file))
+            try:
+                yield Session(store, self.clock, deadline_s, as_json)
+            finally:
+                store.close()
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    try:
+        yield
+    except PolicyConflict as error:
+        _end(EXIT_CONFLICT, f"conflict: {error}")
+    except NothingMatched as error:
+        _end(EXIT_NOTHING, f"nothing matched: {error}")
+    except (RetentionError, ValueError) as error:
+        _end(EXIT_USAGE, f"error: {error}")
+    except (StoreError, OSError) as error:
+        _end(EXIT_FAILED, f"failed: {type(error).__name__}: {error}")
+
+
+def _end(code: int, message: str) -> None:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+def _read_token(path: Path | None) -> str | None:
+    """The token in a file, without the line end. Raises ValueError for a file that cannot be one."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            token = file.read(TOKEN_BYTES_MAX + 1).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the token file {path} cannot be read: {error}") from error
+    if not token or len(token.encode()) > TOKEN_BYTES_MAX:
+        raise ValueError(f"the token file {path} must hold 1..{TOKEN_BYTES_MAX} bytes")
+    return token
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set, while inside."""
+    stop = threading.Event()
+
+    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+app = build_app()

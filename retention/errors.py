@@ -1,0 +1,33 @@
+"""Errors of retention.
+
+    RetentionError
+    |-- PolicyInvalid     (also ValueError) a policy document, or a change of one, that must not be applied
+    |-- SelectionInvalid  (also ValueError) a space, key or tenant that is malformed or not unique
+    `-- NothingMatched    a well-formed selection that no stored block, space or pin answers to
+
+Errors of the store itself are ``kvstore.errors.StoreError`` and pass through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RetentionError(Exception):
+    """Base of all errors of retention."""
+
+
+class PolicyInvalid(RetentionError, ValueError):
+    """Every problem of a policy at once, each with what to do about it."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class SelectionInvalid(RetentionError, ValueError):
+    pass
+
+
+class NothingMatched(RetentionError):
+    pass

@@ -1,0 +1,55 @@
+"""Pins: blocks that an operator holds against expiry and eviction, with an owner and a reason.
+
+Owns the checks of a pin and its end in time. Does not know how a store honours it. Invariant: a pin names who asked for
+it and why, so that somebody can be asked before it is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.keys import BlockKey, SpaceId
+from kvstore.limits import LOOKUP_KEYS_MAX, NAME_BYTES_MAX
+from kvstore.store import Pin, Store
+from retention.errors import SelectionInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class PinCount:
+    """How many keys were asked for, and how many of them were there."""
+
+    asked: int
+    found: int
+
+
+def make_pins(
+    space_id: SpaceId, keys: Sequence[BlockKey], *, owner: str, reason: str, until_s: int, now_s: float
+) -> tuple[Pin, ...]:
+    """Checked pins, one a key. ``until_s`` 0 is no end. Raises SelectionInvalid."""
+    _check_count(keys)
+    for what, text in (("owner", owner), ("reason", reason)):
+        if not text.strip():
+            raise SelectionInvalid(f"a pin needs --{what}: say who holds it and why")
+        if len(text.encode()) > NAME_BYTES_MAX:
+            raise SelectionInvalid(f"the {what} of a pin has at most {NAME_BYTES_MAX} bytes")
+    if until_s and until_s <= now_s:
+        raise SelectionInvalid("the pin would end in the past")
+    return tuple(Pin(space_id, key, owner, reason, until_s) for key in dict.fromkeys(keys))
+
+
+def pin_blocks(store: Store, pins: Sequence[Pin], *, deadline_s: float) -> PinCount:
+    """Pin blocks; those that are not stored are left out of ``found``."""
+    return PinCount(len(pins), store.pin(pins, deadline_s=deadline_s))
+
+
+def unpin_blocks(store: Store, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float) -> PinCount:
+    """Take pins away; keys without one are left out of ``found``."""
+    _check_count(keys)
+    unique = tuple(dict.fromkeys(keys))
+    return PinCount(len(unique), store.unpin(space_id, unique, deadline_s=deadline_s))
+
+
+def _check_count(keys: Sequence[BlockKey]) -> None:
+    if not 1 <= len(keys) <= LOOKUP_KEYS_MAX:
+        raise SelectionInvalid(f"name 1..{LOOKUP_KEYS_MAX} keys, not {len(keys)}")

@@ -1,0 +1,190 @@
+"""Removing blocks by what they belong to: a space, a tenant, or a prefix.
+
+Owns the choice of what a purge covers and the order in which it removes. Does not know how a store deletes. Invariants:
+without ``apply`` nothing is removed; a prefix is removed from its deepest block up, so that an interrupted purge leaves
+a shorter prefix that the next one still finds whole; what is counted was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.keys import BlockKey, Space, SpaceId, tenant_salt
+from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES
+from kvstore.store import BlockInfo, Store
+from retention.errors import NothingMatched, SelectionInvalid
+from retention.scan import SCAN_S_DEFAULT, scan_blocks
+
+SPACE_DIGITS_MIN = 8
+"""Hex digits that name a space at least; fewer are refused, lest a typing error match."""
+PREFIX_BLOCKS_MAX = 4_000_000
+"""Blocks of a space that a purge by prefix looks through in memory (under 1 GiB); beyond, purge the space."""
+PASSES_MAX = 3
+"""Passes over a prefix, since workers may go on writing under it; what comes later is for the next purge."""
+
+
+_Link = tuple[int, BlockKey, BlockKey, int]
+"""Index, key, parent and payload bytes of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """What a purge would remove (``applied`` False) or removed: blocks per space.
+
+    ``loose_blocks``: blocks of the space, deeper than the prefix, whose own ancestors are not stored, so that nothing
+    tells whether they descend from it. They cannot hit before that gap is filled again.
+    """
+
+    applied: bool
+    blocks: Mapping[SpaceId, int]
+    payload_bytes: int
+    loose_blocks: int = 0
+
+    @property
+    def blocks_total(self) -> int:
+        return sum(self.blocks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """The stored blocks of one prefix and all that extend it, deepest first."""
+
+    space_id: SpaceId
+    keys: tuple[BlockKey, ...]
+    payload_bytes: int
+    loose_blocks: int
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+
+
+def match_space(text: str, spaces: Iterable[SpaceId]) -> SpaceId:
+    """The one space that a hex prefix names. Raises SelectionInvalid, or NothingMatched."""
+    digits = _hex_digits(text, "space id")
+    if not SPACE_DIGITS_MIN <= len(digits) <= 2 * KEY_BYTES:
+        raise SelectionInvalid(f"a space id is {SPACE_DIGITS_MIN}..{2 * KEY_BYTES} hex digits, not {len(digits)}")
+    found = sorted(space for space in spaces if space.hex().startswith(digits))
+    if not found:
+        raise NothingMatched(f"no space has an id that starts with {digits}; `retention show` lists them")
+    if len(found) > 1:
+        raise SelectionInvalid(f"{len(found)} spaces have ids that start with {digits}; give more digits")
+    return found[0]
+
+
+def spaces_of_tenant(tenant: str, spaces: Mapping[SpaceId, Space]) -> tuple[SpaceId, ...]:
+    """The spaces that carry a tenant's salt. Raises NothingMatched when there is none."""
+    salt = tenant_salt(tenant)
+    found = tuple(sorted(space_id for space_id, space in spaces.items() if space.tenant_salt == salt))
+    if not found:
+        raise NothingMatched(f"no space belongs to tenant {tenant!r}")
+    return found
+
+
+def parse_key(text: str) -> BlockKey:
+    """A block's key from its 64 hex digits. Raises SelectionInvalid."""
+    digits = _hex_digits(text, "key")
+    if len(digits) != 2 * KEY_BYTES:
+        raise SelectionInvalid(f"a key is {2 * KEY_BYTES} hex digits, not {len(digits)}")
+    return BlockKey(bytes.fromhex(digits))
+
+
+def plan_prefix(root: BlockKey, blocks: Iterable[BlockInfo]) -> PrefixPlan:
+    """Which blocks are the prefix ``root`` or extend it, by their parent links. ``root`` itself need not be stored.
+
+    Raises NothingMatched when no block is or extends it, SelectionInvalid beyond PREFIX_BLOCKS_MAX.
+    """
+    links: list[_Link] = []
+    home: tuple[SpaceId, int] | None = None
+    for block in blocks:
+        links.append((block.index, block.key, block.parent, block.payload_bytes))
+        if block.key == root:
+            home = block.space_id, block.index
+        elif block.parent == root:
+            home = block.space_id, block.index - 1
+        if len(links) > PREFIX_BLOCKS_MAX:
+            raise SelectionInvalid(f"the space has more than {PREFIX_BLOCKS_MAX} blocks: purge it with --space instead")
+    if home is None:
+        raise NothingMatched(f"no stored block is or extends {root.hex()}")
+    return _descend(home[0], root, home[1], sorted(links))
+
+
+def _descend(space_id: SpaceId, root: BlockKey, root_index: int, links: Sequence[_Link]) -> PrefixPlan:
+    """Follow parent links down from ``root``. ``links`` are in order of index: a parent comes before its children."""
+    below = {root}
+    rooted = {BlockKey(bytes(space_id))}
+    keys: list[BlockKey] = []
+    payload_bytes = 0
+    loose_blocks = 0
+    for index, key, parent, size_bytes in links:
+        if key == root or parent in below:
+            below.add(key)
+            keys.append(key)
+            payload_bytes += size_bytes
+        elif parent in rooted:
+            rooted.add(key)
+        elif index > root_index:
+            loose_blocks += 1
+    return PrefixPlan(space_id, tuple(reversed(keys)), payload_bytes, loose_blocks)
+
+
+def _hex_digits(text: str, what: str) -> str:
+    digits = text.strip().lower()
+    if not digits or any(digit not in "0123456789abcdef" for digit in digits):
+        raise SelectionInvalid(f"{text[:80]!r} is not a {what}: write hex digits")
+    return digits
+
+
+# --- removing -------------------------------------------------------------------------------------------------------
+
+
+def purge_spaces(
+    store: Store, space_ids: Sequence[SpaceId], *, apply: bool, deadline_s: float = SCAN_S_DEFAULT
+) -> Purge:
+    """Remove every block and state of some spaces, or count them."""
+    counts: dict[SpaceId, int] = {}
+    payload_bytes = 0
+    for space_id in space_ids:
+        sizes = [block.payload_bytes for block in scan_blocks(store, space_id, deadline_s=deadline_s)]
+        payload_bytes += sum(sizes)
+        counts[space_id] = store.delete_space(space_id, deadline_s=deadline_s) if apply else len(sizes)
+    return Purge(apply, counts, payload_bytes)
+
+
+def purge_prefix(
+    store: Store,
+    root: BlockKey,
+    *,
+    space_id: SpaceId | None = None,
+    apply: bool,
+    deadline_s: float = SCAN_S_DEFAULT,
+) -> Purge:
+    """Remove the block ``root`` and every block that extends it, or count them. ``space_id`` spares the search."""
+    home = space_id or _home_of(store, root, deadline_s)
+    plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s))
+    if not apply:
+        return Purge(False, {home: len(plan.keys)}, plan.payload_bytes, plan.loose_blocks)
+    removed, payload_bytes, loose_blocks = 0, 0, plan.loose_blocks
+    for _ in range(PASSES_MAX):
+        removed += _delete(store, plan, deadline_s)
+        payload_bytes += plan.payload_bytes
+        try:
+            plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s))
+        except NothingMatched:
+            break
+        loose_blocks = plan.loose_blocks
+    return Purge(True, {home: removed}, payload_bytes, loose_blocks)
+
+
+def _home_of(store: Store, root: BlockKey, deadline_s: float) -> SpaceId:
+    for block in scan_blocks(store, None, deadline_s=deadline_s):
+        if root in (block.key, block.parent):
+            return block.space_id
+    raise NothingMatched(f"no stored block is or extends {root.hex()}")
+
+
+def _delete(store: Store, plan: PrefixPlan, deadline_s: float) -> int:
+    return sum(
+        store.delete(plan.space_id, plan.keys[begin : begin + BATCH_BLOCKS_MAX], deadline_s=deadline_s)
+        for begin in range(0, len(plan.keys), BATCH_BLOCKS_MAX)
+    )

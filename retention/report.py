@@ -1,0 +1,247 @@
+"""What retention shows: the same facts as tables for people and as JSON for programs.
+
+Owns wording, columns and JSON names (units last: ``payload_bytes``, ``next_expiry_s``; ids and keys in hex; times in
+seconds since the epoch). Does not fetch or decide. Invariant: a table shows nothing that the JSON lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from kvstore.keys import Space, SpaceId
+from kvstore.store import Effect, Pin, Policy
+from kvstore.traffic import ClassRule, ClassRules
+from kvstore.units import format_bytes, format_bytes_short, format_duration
+from retention.planner import UNTOUCHED, Usage
+from retention.policy import ClassChange
+from retention.purge import Purge
+from retention.sweeper import SweepReport
+
+Json = dict[str, Any]
+SPACE_DIGITS_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names that rows are shown with: classes by the policy in force, spaces as registered."""
+
+    rules: ClassRules
+    spaces: Mapping[SpaceId, Space]
+
+    def class_name(self, class_byte: int) -> str:
+        return "untouched" if class_byte == UNTOUCHED else self.rules.name_of(class_byte)
+
+    def space_name(self, space_id: SpaceId) -> str:
+        """Short id, model, and a mark for a tenant's own space."""
+        space = self.spaces.get(space_id)
+        short = space_id.hex()[:SPACE_DIGITS_SHOWN]
+        if space is None:
+            return short
+        return f"{short} {space.model}" + (" (tenant)" if space.tenant_salt is not None else "")
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def usage_json(class_byte: int | None, space_id: SpaceId | None, usage: Usage, facts: Facts) -> Json:
+    """One row of ``show``; ``class`` or ``space`` is null where the row is about all of them."""
+    space = facts.spaces.get(space_id) if space_id else None
+    return {
+        "class": None if class_byte is None else facts.class_name(class_byte),
+        "space": space_id.hex() if space_id else None,
+        "model": space.model if space else None,
+        "blocks": usage.blocks,
+        "payload_bytes": usage.payload_bytes,
+        "stored_bytes": usage.stored_bytes,
+        "oldest_written_s": usage.oldest_written_s or None,
+        "next_expiry_s": usage.next_expiry_s or None,
+        "expired_blocks": usage.expired_blocks,
+        "expired_bytes": usage.expired_bytes,
+        "pinned_blocks": usage.pinned_blocks,
+    }
+
+
+def policy_json(policy: Policy) -> Json:
+    return {"version": policy.version, "classes": policy.rules.to_json(), "text": policy.text}
+
+
+def effect_json(effect: Effect, facts: Facts) -> Json:
+    return {
+        "applied": effect.applied,
+        "blocks": effect.blocks,
+        "payload_bytes": effect.payload_bytes,
+        "segments_freed": effect.segments_freed,
+        "blocks_rewritten": effect.blocks_rewritten,
+        "nodes_failed": dict(effect.nodes_failed or {}),
+        "removed": [
+            {
+                "class": facts.class_name(item.class_byte),
+                "space": item.space_id.hex(),
+                "blocks": item.blocks,
+                "payload_bytes": item.payload_bytes,
+            }
+            for item in effect.removed
+        ],
+    }
+
+
+def changes_json(changes: Iterable[ClassChange]) -> list[Json]:
+    def rule_json(rule: ClassRule | None) -> Json | None:
+        return ClassRules((rule,)).to_json()[0] if rule else None
+
+    return [{"class": item.name, "before": rule_json(item.before), "after": rule_json(item.after)} for item in changes]
+
+
+def sweep_json(report: SweepReport, facts: Facts) -> Json:
+    effect = effect_json(report.effect, facts) if report.effect else None
+    return {"event": "sweep", "at_s": round(report.at_s, 3), "error": report.error, "effect": effect}
+
+
+def purge_json(purge: Purge) -> Json:
+    return {
+        "applied": purge.applied,
+        "blocks": purge.blocks_total,
+        "payload_bytes": purge.payload_bytes,
+        "loose_blocks": purge.loose_blocks,
+        "spaces": {space_id.hex(): count for space_id, count in purge.blocks.items()},
+    }
+
+
+def pin_json(pin: Pin) -> Json:
+    return {
+        "space": pin.space_id.hex(),
+        "key": pin.key.hex(),
+        "owner": pin.owner,
+        "reason": pin.reason,
+        "until_s": pin.until_s or None,
+    }
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def usage_table(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts, now_s: float) -> Table:
+    table = Table(title="stored blocks")
+    for heading in ("class", "keep for", "space"):
+        table.add_column(heading)
+    for heading in ("blocks", "payload", "on disk", "oldest", "next to expire", "expired", "pinned"):
+        table.add_column(heading, justify="right")
+    for class_byte, space_id, usage in rows:
+        table.add_row(
+            "all" if class_byte is None else facts.class_name(class_byte),
+            "" if not class_byte else format_duration(facts.rules.keep_for_s(class_byte)),
+            "all" if space_id is None else facts.space_name(space_id),
+            f"{usage.blocks:,}",
+            format_bytes_short(usage.payload_bytes),
+            format_bytes_short(usage.stored_bytes),
+            f"{span(now_s - usage.oldest_written_s)} ago" if usage.oldest_written_s else "-",
+            f"in {span(usage.next_expiry_s - now_s)}" if usage.next_expiry_s else "-",
+            f"{usage.expired_blocks:,}",
+            f"{usage.pinned_blocks:,}",
+        )
+    return table
+
+
+def policy_table(policy: Policy) -> Table:
+    table = Table(title=f"policy, version {policy.version}")
+    for heading in ("class", "byte", "keep for", "priority", "floor", "codec"):
+        table.add_column(heading)
+    for rule in policy.rules.rules:
+        table.add_row(rule.name, str(rule.class_byte), *(value for _, value in _rule_values(rule)))
+    return table
+
+
+def changes_table(changes: Iterable[ClassChange]) -> Table:
+    table = Table(title="changes of the policy")
+    for heading in ("class", "what", "before", "after"):
+        table.add_column(heading)
+    for change in changes:
+        for what, before, after in _value_changes(change):
+            table.add_row(change.name, what, before, after)
+    return table
+
+
+def effect_table(effect: Effect, facts: Facts, title: str) -> Table:
+    table = Table(title=title)
+    table.add_column("class")
+    table.add_column("space")
+    table.add_column("blocks", justify="right")
+    table.add_column("payload", justify="right")
+    for item in effect.removed:
+        table.add_row(
+            facts.class_name(item.class_byte),
+            facts.space_name(item.space_id),
+            f"{item.blocks:,}",
+            format_bytes_short(item.payload_bytes),
+        )
+    return table
+
+
+def pins_table(pins: Sequence[Pin], facts: Facts, now_s: float) -> Table:
+    table = Table(title="pins")
+    for heading in ("space", "key", "owner", "reason", "until"):
+        table.add_column(heading, overflow="fold")
+    for pin in pins:
+        until = f"in {span(pin.until_s - now_s)}" if pin.until_s else "no end"
+        table.add_row(facts.space_name(pin.space_id), pin.key.hex(), pin.owner, pin.reason, until)
+    return table
+
+
+def effect_line(effect: Effect) -> str:
+    """One sentence on what was, or would be, removed."""
+    verb = "removed" if effect.applied else "would remove"
+    line = f"{verb} {_blocks(effect.blocks)} ({format_bytes_short(effect.payload_bytes)})"
+    if effect.segments_freed or effect.blocks_rewritten:
+        line += f"; {effect.segments_freed:,} segments freed, {effect.blocks_rewritten:,} blocks rewritten"
+    return line
+
+
+def purge_line(purge: Purge) -> str:
+    verb = "purged" if purge.applied else "would purge"
+    spaces = f"{len(purge.blocks)} space" + ("" if len(purge.blocks) == 1 else "s")
+    line = f"{verb} {_blocks(purge.blocks_total)} ({format_bytes_short(purge.payload_bytes)}) in {spaces}"
+    if purge.loose_blocks:
+        line += (
+            f"; {_blocks(purge.loose_blocks)} of the space lie behind a gap and cannot be told to extend the prefix or "
+            "not (purge the space to be sure)"
+        )
+    return line
+
+
+def failed_lines(effect: Effect) -> list[str]:
+    """One line for each node that did not answer."""
+    return [f"node {name} did not answer: {error}" for name, error in sorted((effect.nodes_failed or {}).items())]
+
+
+def span(seconds: float) -> str:
+    """A duration in its two largest units, for reading: 2d23h, 5m1s."""
+    whole = max(0, int(seconds))
+    grain = 3600 if whole >= 86_400 else 60 if whole >= 3600 else 1
+    return format_duration(whole - whole % grain)
+
+
+def _blocks(count: int) -> str:
+    return f"{count:,} block" + ("" if count == 1 else "s")
+
+
+def _rule_values(rule: ClassRule) -> tuple[tuple[str, str], ...]:
+    return (
+        ("keep_for", format_duration(rule.keep_for_s)),
+        ("priority", str(rule.priority)),
+        ("floor", format_bytes(rule.floor_bytes)),
+        ("codec", rule.codec),
+    )
+
+
+def _value_changes(change: ClassChange) -> list[tuple[str, str, str]]:
+    if change.before is None or change.after is None:
+        rule = change.before or change.after
+        assert rule is not None
+        promise = f"byte {rule.class_byte}, kept {format_duration(rule.keep_for_s)}"
+        return [("class", "-" if change.before is None else promise, "-" if change.after is None else promise)]
+    pairs = zip(_rule_values(change.before), _rule_values(change.after), strict=True)
+    return [(what, before, after) for (what, before), (_, after) in pairs if before != after]
