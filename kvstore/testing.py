@@ -153,6 +153,7 @@ class MemoryStore:
         self._lock = threading.RLock()
         self._spaces: dict[SpaceId, Space] = {}
         self._blocks: dict[BlockKey, _Block] = {}
+        self._payload_bytes = 0
         self._states: OrderedDict[StateKey, _State] = OrderedDict()
         self._pins: dict[BlockKey, Pin] = {}
         self._tombstones: OrderedDict[BlockKey, tuple[Presence, int]] = OrderedDict()
@@ -267,6 +268,7 @@ class MemoryStore:
             return PutOutcome.REFUSED
         touches = dict(old.touches) if old else {}
         touches[traffic_class] = now_s
+        self._payload_bytes += len(payload) - freed
         self._blocks[block.name.key] = _Block(
             space_id, block.name, block.tokens, block.flags, payload, checksum, now_s, touches
         )
@@ -433,7 +435,7 @@ class MemoryStore:
         with self._lock:
             if expected_version != self._policy.version:
                 raise PolicyConflict(
-                    f"the policy is at version {self._policy.version}, not {expected_version}: read it again, then decide"
+                    f"the policy is at version {self._policy.version}, not {expected_version}: read it again"
                 )
             changed = replace(self._policy, version=self._policy.version + 1, rules=rules, text=text)
             lost = [
@@ -462,10 +464,9 @@ class MemoryStore:
 
     def stats(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> dict[str, Any]:
         with self._lock:
-            payload_bytes = sum(len(block.payload) for block in self._blocks.values())
             return {
                 "blocks": len(self._blocks),
-                "payload_bytes": payload_bytes,
+                "payload_bytes": self._payload_bytes,
                 "capacity_bytes": self._capacity_bytes,
                 "states": len(self._states),
                 "state_bytes": sum(len(state.payload) for state in self._states.values()),
@@ -508,14 +509,14 @@ class MemoryStore:
         return self._tombstones.get(name.key, (Presence.NEVER, 0))[0] if block is None else Presence.NEVER
 
     def _remove(self, key: BlockKey, reason: Presence) -> None:
-        del self._blocks[key]
+        self._payload_bytes -= len(self._blocks.pop(key).payload)
         self._pins.pop(key, None)
         self._tombstones[key] = (reason, int(self._clock.now_s()))
         while len(self._tombstones) > limits.TOMBSTONES_MAX:
             self._tombstones.popitem(last=False)
 
     def _make_room(self, wanted_bytes: int, keep: BlockKey) -> bool:
-        excess = sum(len(block.payload) for block in self._blocks.values()) + wanted_bytes - self._capacity_bytes
+        excess = self._payload_bytes + wanted_bytes - self._capacity_bytes
         if excess <= 0:
             return True
         rules = self._policy.rules

@@ -1,7 +1,7 @@
 """Sizes and durations as people write them: ``20GiB``, ``3d12h``, ``250ms``.
 
-Owns parsing and printing of both. Invariants: a number without a unit is an error (nobody has to guess whether 7 is days
-or seconds), results are exact and bounded, and ``parse(format(x)) == x``.
+Owns parsing and printing of both. Invariants: a number without a unit is an error (nobody has to guess whether 7 is
+days or seconds), results are exact and bounded, and ``parse(format(x)) == x``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ _BYTE_UNITS: dict[str, int] = {"B": 1}
 _BYTE_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGTPE", start=1)}
 _BYTE_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTPE", start=1)}
 _DURATION_UNITS: dict[str, int] = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
+
+_WAIT_UNITS = {"ms": Fraction(1, 1000), "s": Fraction(1), "m": Fraction(60), "h": Fraction(3600)}
 
 _BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,12})?)\s*([A-Za-z]*)\Z", re.ASCII)
 _DURATION_PART = re.compile(r"(\d{1,12})([a-z]+)", re.ASCII)
@@ -44,7 +46,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration_s(text: str) -> int:
-    """Whole seconds from ``3d12h``, ``90m`` or ``2w``. Raises ValueError without units, out of order, or beyond 100 years."""
+    """Whole seconds from ``3d12h``, ``90m`` or ``2w``.
+
+    Raises ValueError without units, with units out of order, or beyond 100 years.
+    """
     stripped = text.strip()
     parts = _DURATION_PART.findall(stripped) if len(text) <= _TEXT_MAX else []
     if stripped.isascii() and stripped.isdigit():
@@ -66,12 +71,12 @@ def parse_duration_s(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """A waiting time, possibly a fraction of a second: ``250ms``, ``1.5s``, ``2m``. Raises ValueError without a unit."""
+    """A waiting time, possibly of a fraction of a second: ``250ms``, ``1.5s``, ``2m``; ValueError without a unit."""
     match = _SECONDS.match(text.strip()) if len(text) <= _TEXT_MAX else None
     if match is None:
         raise ValueError(f"{text[:_TEXT_MAX]!r} is not a waiting time: write a number and ms, s, m or h, such as 250ms")
     number, unit = match.groups()
-    seconds = Fraction(number) * {"ms": Fraction(1, 1000), "s": 1, "m": 60, "h": 3600}[unit]
+    seconds = Fraction(number) * _WAIT_UNITS[unit]
     if seconds > DURATION_S_MAX:
         raise ValueError(f"waiting time {text!r} is longer than 100 years")
     return float(seconds)

@@ -1,0 +1,591 @@
+"""The messages of the store's binary protocol: pure encoding and decoding of frames.
+
+Owns every byte between a client and a daemon (``kvstore/FORMAT.md`` shows the tables). Does not know sockets, and never
+looks into a payload: a frame's header says how many payload bytes follow its body. Invariants: little-endian; every
+length is checked against ``limits`` before anything is allocated; a decoder given arbitrary bytes returns a message or
+raises ``ProtocolError``; names travel as packed arrays, not as objects.
+
+    frame  = header (40 bytes) | body | payload
+    header = magic "RPKV" | version u8 | opcode u8 | flags u16 | request id u32 | deadline u32 ms | body bytes u32
+             | payload bytes u64 | xxh3_64 of the body u64 | low 32 bits of xxh3_64 of the 36 bytes before u32
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, overload
+
+import numpy as np
+import xxhash
+
+from kvstore import limits
+from kvstore.errors import InternalError, Overloaded, ProtocolError, StoreError, VersionMismatch, from_code
+from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, TokenDigest
+from kvstore.store import AckLevel, GetStatus, Lookup, Presence, PutOutcome, StateEntry
+
+MAGIC = b"RPKV"
+VERSION = 1
+FLAG_REPLY = 0x0001
+HEADER_BYTES = 40
+HELLO_BODY_BYTES_MAX = 8 * limits.KIB
+TOKEN_BYTES_MAX = 4 * limits.KIB
+ERROR_MESSAGE_BYTES_MAX = 2 * limits.KIB
+CONTROL_REPLY_BYTES_MAX = 64 * limits.MIB
+"""JSON of one control answer; a daemon refuses to send more."""
+
+CODE_INVALID = 0
+"""Error code of a caller's mistake: the client raises it as ValueError."""
+
+_HEADER = struct.Struct("<4sBBHIIIQQ")
+_CHECK = struct.Struct("<I")
+_HELLO = struct.Struct("<HHHH")
+_WELCOME = struct.Struct("<HHH")
+_LOOKUP = struct.Struct("<32sBxxxI")
+_LOOKUP_REPLY = struct.Struct("<IHBxd")
+_STATE_ENTRY = struct.Struct("<32siIIBxxx")
+_GET = struct.Struct("<32sI")
+_GET_ROW = struct.Struct("<32s16sQIBBxx")
+_PUT = struct.Struct("<32sBBxxI")
+_PUT_ROW = struct.Struct("<32s32s16sQIIIBxxx")
+_TOUCH = struct.Struct("<32sBxxxI")
+_COUNT = struct.Struct("<I")
+_STATE = struct.Struct("<32s32s32sQIBxxxQ")
+_STATE_REPLY = struct.Struct("<BBxxxxxxQ")
+_ERROR = struct.Struct("<HHd")
+
+_ZERO_KEY = BlockKey(bytes(limits.KEY_BYTES))
+
+
+class Opcode(IntEnum):
+    """What a frame asks; the answer carries the same opcode, or ERROR."""
+
+    HELLO = 1
+    LOOKUP = 2
+    GET = 3
+    PUT = 4
+    TOUCH = 5
+    PUT_STATE = 6
+    GET_STATE = 7
+    CONTROL = 8
+    ERROR = 255
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The checked header of one frame."""
+
+    opcode: Opcode
+    reply: bool
+    request_id: int
+    deadline_ms: int
+    body_bytes: int
+    payload_bytes: int
+    body_check: int
+
+
+def encode_frame(
+    opcode: Opcode, request_id: int, body: bytes, *, payload_bytes: int = 0, deadline_ms: int = 0, reply: bool = False
+) -> bytes:
+    """Header and body of a frame; the payload is sent behind it by the caller."""
+    if len(body) > limits.BODY_BYTES_MAX:
+        raise ValueError(f"a frame's body has at most {limits.BODY_BYTES_MAX} bytes, not {len(body)}: split the batch")
+    if payload_bytes > limits.BATCH_BYTES_MAX:
+        raise ValueError(f"a frame's payload has at most {limits.BATCH_BYTES_MAX} bytes, not {payload_bytes}")
+    head = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        opcode,
+        FLAG_REPLY if reply else 0,
+        request_id,
+        min(deadline_ms, 2**32 - 1),
+        len(body),
+        payload_bytes,
+        xxhash.xxh3_64_intdigest(body),
+    )
+    return head + _CHECK.pack(_low32(head)) + body
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
+    """Check and take apart 40 bytes. Raises ProtocolError, or VersionMismatch for another protocol version."""
+    if len(data) != HEADER_BYTES:
+        raise ProtocolError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
+    head = bytes(data[: _HEADER.size])
+    magic, version, opcode, flags, request_id, deadline_ms, body_bytes, payload_bytes, body_check = _HEADER.unpack(head)
+    if magic != MAGIC:
+        raise ProtocolError("the peer does not speak the store's protocol (wrong magic): is the address right?")
+    if version != VERSION:
+        raise VersionMismatch(f"the peer speaks protocol version {version}, this side {VERSION}: upgrade the older one")
+    if _CHECK.unpack(bytes(data[_HEADER.size :]))[0] != _low32(head):
+        raise ProtocolError("a frame header is damaged (check failed)")
+    try:
+        known = Opcode(opcode)
+    except ValueError as error:
+        raise ProtocolError(f"unknown opcode {opcode}") from error
+    if flags & ~FLAG_REPLY:
+        raise ProtocolError(f"unknown frame flags {flags:#x}")
+    if body_bytes > limits.BODY_BYTES_MAX:
+        raise ProtocolError(
+            f"a frame announces a body of {body_bytes} bytes; at most {limits.BODY_BYTES_MAX} are taken"
+        )
+    if payload_bytes > limits.BATCH_BYTES_MAX:
+        raise ProtocolError(
+            f"a frame announces {payload_bytes} payload bytes; at most {limits.BATCH_BYTES_MAX} are taken"
+        )
+    return Header(known, bool(flags & FLAG_REPLY), request_id, deadline_ms, body_bytes, payload_bytes, body_check)
+
+
+def check_body(header: Header, body: bytes) -> None:
+    """Raises ProtocolError if the body is not the one that the header announced."""
+    if len(body) != header.body_bytes or xxhash.xxh3_64_intdigest(body) != header.body_check:
+        raise ProtocolError("a frame body is damaged (check failed)")
+
+
+def _low32(head: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF
+
+
+# --- packed names ---------------------------------------------------------------------------------------------------
+
+
+class PackedNames(Sequence[BlockName]):
+    """Names as two byte strings; a ``BlockName`` is made only when one is asked for.
+
+    Carries what a store needs to answer (key and token digest); parent, route and index are not those of the asker.
+    """
+
+    __slots__ = ("keys", "token_digests")
+
+    def __init__(self, keys: bytes, token_digests: bytes) -> None:
+        self.keys = keys
+        self.token_digests = token_digests
+
+    @classmethod
+    def pack(cls, names: Sequence[BlockName]) -> PackedNames:
+        if isinstance(names, PackedNames):
+            return names
+        return cls(b"".join([name.key for name in names]), b"".join([name.token_digest for name in names]))
+
+    def __len__(self) -> int:
+        return len(self.keys) // limits.KEY_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> BlockName: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[BlockName]: ...
+    def __getitem__(self, at: int | slice) -> BlockName | Sequence[BlockName]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        index = at + len(self) if at < 0 else at
+        if not 0 <= index < len(self):
+            raise IndexError(f"name {at} of {len(self)}")
+        key = BlockKey(self.keys[index * limits.KEY_BYTES : (index + 1) * limits.KEY_BYTES])
+        begin = index * limits.TOKEN_DIGEST_BYTES
+        return BlockName(
+            key, _ZERO_KEY, TokenDigest(self.token_digests[begin : begin + limits.TOKEN_DIGEST_BYTES]), key, 0
+        )
+
+    def __iter__(self) -> Iterator[BlockName]:
+        return (self[index] for index in range(len(self)))
+
+
+# --- hello ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first frame of a connection. ``token`` is a secret: never printed."""
+
+    protocol: int
+    key_algorithm: str
+    token: bytes
+    tenant: str
+
+    def __repr__(self) -> str:
+        return f"Hello(protocol={self.protocol}, key_algorithm={self.key_algorithm!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The daemon's answer to HELLO."""
+
+    protocol: int
+    key_algorithm: str
+    server: str
+
+
+def encode_hello(hello: Hello) -> bytes:
+    algorithm, tenant = hello.key_algorithm.encode(), hello.tenant.encode()
+    if len(hello.token) > TOKEN_BYTES_MAX or len(tenant) > limits.NAME_BYTES_MAX:
+        raise ValueError(f"a token has at most {TOKEN_BYTES_MAX} bytes and a tenant {limits.NAME_BYTES_MAX}")
+    return b"".join(
+        (_HELLO.pack(hello.protocol, len(algorithm), len(hello.token), len(tenant)), algorithm, hello.token, tenant)
+    )
+
+
+def decode_hello(body: bytes) -> Hello:
+    reader = _Reader(body, "HELLO")
+    protocol, algorithm_bytes, token_bytes, tenant_bytes = reader.unpack(_HELLO)
+    if token_bytes > TOKEN_BYTES_MAX or max(algorithm_bytes, tenant_bytes) > limits.NAME_BYTES_MAX:
+        raise ProtocolError("HELLO carries a name or token beyond its bound")
+    hello = Hello(protocol, reader.text(algorithm_bytes), reader.take(token_bytes), reader.text(tenant_bytes))
+    reader.end()
+    return hello
+
+
+def encode_welcome(welcome: Welcome) -> bytes:
+    algorithm, server = welcome.key_algorithm.encode(), welcome.server.encode()
+    return _WELCOME.pack(welcome.protocol, len(algorithm), len(server)) + algorithm + server
+
+
+def decode_welcome(body: bytes) -> Welcome:
+    reader = _Reader(body, "HELLO reply")
+    protocol, algorithm_bytes, server_bytes = reader.unpack(_WELCOME)
+    welcome = Welcome(protocol, reader.text(algorithm_bytes), reader.text(server_bytes))
+    reader.end()
+    return welcome
+
+
+# --- lookup ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    space_id: SpaceId
+    names: PackedNames
+    states: bool
+
+
+def encode_lookup(space_id: SpaceId, names: Sequence[BlockName], *, states: bool) -> bytes:
+    packed = PackedNames.pack(names)
+    return _LOOKUP.pack(space_id, states, len(packed)) + packed.keys + packed.token_digests
+
+
+def decode_lookup(body: bytes) -> LookupRequest:
+    reader = _Reader(body, "LOOKUP")
+    space_id, states, count = reader.unpack(_LOOKUP)
+    if states > 1:
+        raise ProtocolError("LOOKUP carries an unknown option")
+    names = reader.names(count, limits.LOOKUP_KEYS_MAX)
+    reader.end()
+    return LookupRequest(SpaceId(space_id), names, bool(states))
+
+
+def encode_lookup_reply(answer: Lookup) -> bytes:
+    states = answer.states[: limits.STATES_PER_LOOKUP_MAX]
+    return b"".join(
+        (
+            _LOOKUP_REPLY.pack(len(answer.presence), len(states), answer.complete, answer.load_s_estimate),
+            answer.presence.astype(np.uint8, copy=False).tobytes(),
+            answer.flags.astype(np.uint8, copy=False).tobytes(),
+            answer.payload_bytes.astype("<u4", copy=False).tobytes(),
+            *(
+                _STATE_ENTRY.pack(item.key, item.block_index, item.tail_tokens, item.payload_bytes, item.flags)
+                for item in states
+            ),
+        )
+    )
+
+
+def decode_lookup_reply(body: bytes) -> Lookup:
+    reader = _Reader(body, "LOOKUP reply")
+    count, state_count, complete, load_s_estimate = reader.unpack(_LOOKUP_REPLY)
+    if count > limits.LOOKUP_KEYS_MAX or state_count > limits.STATES_PER_LOOKUP_MAX or complete > 1:
+        raise ProtocolError("LOOKUP reply carries a count beyond its bound")
+    presence = np.frombuffer(reader.take(count), np.uint8)
+    flags = np.frombuffer(reader.take(count), np.uint8)
+    payload_bytes = np.frombuffer(reader.take(4 * count), "<u4")
+    if count and int(presence.max()) > max(Presence):
+        raise ProtocolError(f"LOOKUP reply carries an unknown presence {int(presence.max())}")
+    states = []
+    for _ in range(state_count):
+        key, block_index, tail_tokens, size, state_flags = reader.unpack(_STATE_ENTRY)
+        if not -1 <= block_index < count:
+            raise ProtocolError("LOOKUP reply carries a state under a block that was not asked")
+        states.append(StateEntry(StateKey(key), block_index, tail_tokens, size, state_flags))
+    reader.end()
+    if not 0.0 <= load_s_estimate < float("inf"):
+        raise ProtocolError("LOOKUP reply carries an impossible load time")
+    return Lookup(presence, flags, payload_bytes, tuple(states), bool(complete), load_s_estimate)
+
+
+# --- get ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GetRequest:
+    """``wanted_bytes``: the length of the asker's buffer, block by block."""
+
+    space_id: SpaceId
+    names: PackedNames
+    wanted_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GetRow:
+    """What the daemon says of one block; only rows with OK have ``payload_bytes`` in the frame's payload, in order."""
+
+    key: BlockKey
+    token_digest: TokenDigest
+    checksum: int
+    payload_bytes: int
+    status: GetStatus
+    flags: int
+
+
+def encode_get(space_id: SpaceId, names: Sequence[BlockName], wanted_bytes: Sequence[int]) -> bytes:
+    packed = PackedNames.pack(names)
+    if not len(packed) == len(wanted_bytes) <= limits.BATCH_BLOCKS_MAX:
+        raise ValueError(f"a get has at most {limits.BATCH_BLOCKS_MAX} blocks, each with a length")
+    sizes = np.asarray(wanted_bytes, "<u4").tobytes()
+    return _GET.pack(space_id, len(packed)) + packed.keys + packed.token_digests + sizes
+
+
+def decode_get(body: bytes) -> GetRequest:
+    reader = _Reader(body, "GET")
+    space_id, count = reader.unpack(_GET)
+    names = reader.names(count, limits.BATCH_BLOCKS_MAX)
+    wanted = np.frombuffer(reader.take(4 * count), "<u4")
+    reader.end()
+    if count and int(wanted.sum(dtype=np.uint64)) > limits.BATCH_BYTES_MAX:
+        raise ProtocolError(f"GET asks for more than {limits.BATCH_BYTES_MAX} bytes in one frame")
+    return GetRequest(SpaceId(space_id), names, tuple(wanted.tolist()))
+
+
+def encode_get_reply(rows: Sequence[GetRow]) -> bytes:
+    return _COUNT.pack(len(rows)) + b"".join(
+        _GET_ROW.pack(row.key, row.token_digest, row.checksum, row.payload_bytes, row.status, row.flags) for row in rows
+    )
+
+
+def decode_get_reply(body: bytes) -> tuple[GetRow, ...]:
+    reader = _Reader(body, "GET reply")
+    (count,) = reader.unpack(_COUNT)
+    if count > limits.BATCH_BLOCKS_MAX:
+        raise ProtocolError("GET reply carries a count beyond its bound")
+    rows = []
+    for key, token_digest, checksum, payload_bytes, status, flags in reader.rows(_GET_ROW, count):
+        if status > max(GetStatus) or payload_bytes > limits.PAYLOAD_BYTES_MAX:
+            raise ProtocolError("GET reply carries an unknown status or a length beyond its bound")
+        rows.append(GetRow(BlockKey(key), TokenDigest(token_digest), checksum, payload_bytes, GetStatus(status), flags))
+    reader.end()
+    return tuple(rows)
+
+
+# --- put and touch --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PutRow:
+    """One block of a put; its payload follows in the frame, in order. ``checksum``: xxh3_64 when it was submitted."""
+
+    name: BlockName
+    tokens: int
+    payload_bytes: int
+    flags: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutRequest:
+    space_id: SpaceId
+    traffic_class: int
+    ack: AckLevel
+    rows: tuple[PutRow, ...]
+
+
+def encode_put(space_id: SpaceId, traffic_class: int, ack: AckLevel, rows: Sequence[PutRow]) -> bytes:
+    if len(rows) > limits.BATCH_BLOCKS_MAX:
+        raise ValueError(f"a put has at most {limits.BATCH_BLOCKS_MAX} blocks")
+    packed = (
+        _PUT_ROW.pack(
+            row.name.key,
+            row.name.parent,
+            row.name.token_digest,
+            row.checksum,
+            row.name.index,
+            row.tokens,
+            row.payload_bytes,
+            row.flags,
+        )
+        for row in rows
+    )
+    return _PUT.pack(space_id, traffic_class, ack == "disk", len(rows)) + b"".join(packed)
+
+
+def decode_put(body: bytes) -> PutRequest:
+    reader = _Reader(body, "PUT")
+    space_id, traffic_class, disk, count = reader.unpack(_PUT)
+    if count > limits.BATCH_BLOCKS_MAX or disk > 1 or traffic_class == 0:
+        raise ProtocolError("PUT carries a count, class or acknowledgement level out of bounds")
+    rows = []
+    for key, parent, token_digest, checksum, index, tokens, payload_bytes, flags in reader.rows(_PUT_ROW, count):
+        if not 1 <= payload_bytes <= limits.PAYLOAD_BYTES_MAX or not 1 <= tokens <= limits.BLOCK_TOKENS_MAX:
+            raise ProtocolError("PUT carries a block whose length or token count is out of bounds")
+        name = BlockName(BlockKey(key), BlockKey(parent), TokenDigest(token_digest), BlockKey(key), index)
+        rows.append(PutRow(name, tokens, payload_bytes, flags, checksum))
+    reader.end()
+    return PutRequest(SpaceId(space_id), traffic_class, "disk" if disk else "os", tuple(rows))
+
+
+def encode_put_reply(outcomes: Sequence[PutOutcome]) -> bytes:
+    return _COUNT.pack(len(outcomes)) + bytes(outcomes)
+
+
+def decode_put_reply(body: bytes) -> list[PutOutcome]:
+    reader = _Reader(body, "PUT reply")
+    (count,) = reader.unpack(_COUNT)
+    if count > limits.BATCH_BLOCKS_MAX:
+        raise ProtocolError("PUT reply carries a count beyond its bound")
+    codes = reader.take(count)
+    reader.end()
+    if count and max(codes) > max(PutOutcome):
+        raise ProtocolError(f"PUT reply carries an unknown outcome {max(codes)}")
+    return [PutOutcome(code) for code in codes]
+
+
+@dataclass(frozen=True, slots=True)
+class TouchRequest:
+    space_id: SpaceId
+    traffic_class: int
+    names: PackedNames
+
+
+def encode_touch(space_id: SpaceId, traffic_class: int, names: Sequence[BlockName]) -> bytes:
+    packed = PackedNames.pack(names)
+    return _TOUCH.pack(space_id, traffic_class, len(packed)) + packed.keys + packed.token_digests
+
+
+def decode_touch(body: bytes) -> TouchRequest:
+    reader = _Reader(body, "TOUCH")
+    space_id, traffic_class, count = reader.unpack(_TOUCH)
+    if traffic_class == 0:
+        raise ProtocolError("TOUCH carries no traffic class")
+    names = reader.names(count, limits.LOOKUP_KEYS_MAX)
+    reader.end()
+    return TouchRequest(SpaceId(space_id), traffic_class, names)
+
+
+def encode_count(count: int) -> bytes:
+    return _COUNT.pack(count)
+
+
+def decode_count(body: bytes) -> int:
+    reader = _Reader(body, "count")
+    (count,) = reader.unpack(_COUNT)
+    reader.end()
+    return int(count)
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """PUT_STATE (with flags and checksum; the payload follows) or GET_STATE (both zero)."""
+
+    space_id: SpaceId
+    name: StateName
+    flags: int
+    checksum: int
+
+
+def encode_state(space_id: SpaceId, name: StateName, *, flags: int = 0, checksum: int = 0) -> bytes:
+    return _STATE.pack(space_id, name.key, name.parent, name.position, name.tail_tokens, flags, checksum)
+
+
+def decode_state(body: bytes) -> StateRequest:
+    reader = _Reader(body, "STATE")
+    space_id, key, parent, position, tail_tokens, flags, checksum = reader.unpack(_STATE)
+    reader.end()
+    if tail_tokens >= limits.BLOCK_TOKENS_MAX or tail_tokens > position:
+        raise ProtocolError("a state's tail is longer than a block or than the state itself")
+    name = StateName(StateKey(key), BlockKey(parent), BlockKey(parent), position, tail_tokens)
+    return StateRequest(SpaceId(space_id), name, flags, checksum)
+
+
+def encode_state_reply(*, found: bool, flags: int = 0, checksum: int = 0) -> bytes:
+    """Answer to both: ``found`` says of a put that it was kept."""
+    return _STATE_REPLY.pack(found, flags, checksum)
+
+
+def decode_state_reply(body: bytes) -> tuple[bool, int, int]:
+    reader = _Reader(body, "STATE reply")
+    found, flags, checksum = reader.unpack(_STATE_REPLY)
+    reader.end()
+    if found > 1:
+        raise ProtocolError("STATE reply carries an unknown answer")
+    return bool(found), flags, checksum
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def encode_error(error: StoreError | ValueError) -> bytes:
+    """What a peer is told of an error: its code, when to retry, one line of text."""
+    code = error.code if isinstance(error, StoreError) else CODE_INVALID
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+    message = str(error).encode(errors="replace")[:ERROR_MESSAGE_BYTES_MAX]
+    return _ERROR.pack(code, len(message), retry_after_s) + message
+
+
+def decode_error(body: bytes) -> StoreError | ValueError:
+    """The error that the peer sent, to be raised. Raises ProtocolError if it cannot be read."""
+    reader = _Reader(body, "ERROR")
+    code, message_bytes, retry_after_s = reader.unpack(_ERROR)
+    if message_bytes > ERROR_MESSAGE_BYTES_MAX:
+        raise ProtocolError("ERROR carries a message beyond its bound")
+    message = reader.take(message_bytes).decode(errors="replace")
+    reader.end()
+    if not 0.0 <= retry_after_s <= limits.DEADLINE_S_MAX:
+        raise ProtocolError("ERROR carries an impossible time to retry after")
+    return ValueError(message) if code == CODE_INVALID else from_code(code, message, retry_after_s)
+
+
+def internal_error() -> InternalError:
+    """What a peer is told of a fault: never its details."""
+    return InternalError("the daemon met an internal fault; its log has the details")
+
+
+class _Reader:
+    """A cursor over one body; whatever does not fit is a ProtocolError that names the message."""
+
+    __slots__ = ("_at", "_body", "_what")
+
+    def __init__(self, body: bytes, what: str) -> None:
+        self._body = body
+        self._at = 0
+        self._what = what
+
+    def take(self, count: int) -> bytes:
+        part = self._body[self._at : self._at + count]
+        if len(part) != count:
+            raise ProtocolError(f"{self._what} ends early")
+        self._at += count
+        return part
+
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        return layout.unpack(self.take(layout.size))
+
+    def rows(self, layout: struct.Struct, count: int) -> Iterator[tuple[Any, ...]]:
+        return layout.iter_unpack(self.take(layout.size * count))
+
+    def text(self, count: int) -> str:
+        try:
+            return self.take(count).decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"{self._what} carries text that is not UTF-8") from error
+
+    def names(self, count: int, count_max: int) -> PackedNames:
+        if count > count_max:
+            raise ProtocolError(f"{self._what} carries {count} keys; at most {count_max} are taken")
+        return PackedNames(self.take(limits.KEY_BYTES * count), self.take(limits.TOKEN_DIGEST_BYTES * count))
+
+    def end(self) -> None:
+        if self._at != len(self._body):
+            raise ProtocolError(f"{self._what} has {len(self._body) - self._at} bytes left over")
