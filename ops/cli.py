@@ -7,7 +7,7 @@ Owns the table and nothing else. Does not know any subcommand's options. Invaria
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -42,7 +42,7 @@ def _store_app() -> App:
     return app
 
 
-SUBCOMMANDS: Mapping[str, Subcommand] = {
+SUBCOMMANDS: dict[str, Subcommand] = {
     "up": Subcommand("Run a store node, workers and the gateway on this machine.", "all", _typer_app("ops.up")),
     "store": Subcommand("Serve, inspect, check and explain a block store.", None, _store_app),
     "worker": Subcommand("Run a prefill or decode worker.", "workers", _typer_app("workers.cli")),
