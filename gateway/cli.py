@@ -1,0 +1,130 @@
+"""``reprise gateway``: flags, files and secrets of one gateway process.
+
+Owns reading them. Does not serve (``server.py``). Invariant: every setting that cannot be used ends the process with
+status 2 and one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway.classes import PolicySource
+from gateway.config import GatewayConfig, load_config, parse_classes
+from gateway.edge import print_line
+from gateway.errors import ConfigError
+from gateway.tenants import KeyRing, load_keys
+
+EXIT_USAGE = 2
+TOKEN_BYTES_MAX = 4096
+
+app = typer.Typer(
+    add_completion=False, help="Run the OpenAI-compatible gateway in front of prefill and decode workers."
+)
+
+
+@app.command()
+def gateway(
+    prefill: Annotated[list[str] | None, typer.Option(help="Prefill worker, http://HOST:PORT; repeatable.")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="Decode worker, http://HOST:PORT; repeatable.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT; port 0 lets the kernel choose. [127.0.0.1:8000]")
+    ] = None,
+    keys: Annotated[str | None, typer.Option(help="TOML file of API keys; needed to listen beyond loopback.")] = None,
+    policy_classes: Annotated[
+        str | None, typer.Option(help="Operator classes and bytes, such as batch=16,scratch=17.")
+    ] = None,
+    store: Annotated[
+        list[str] | None, typer.Option(help="Store node, to read the operator classes from its policy; repeatable.")
+    ] = None,
+    store_token_file: Annotated[str | None, typer.Option(help="File with the store's token.")] = None,
+    worker_token_file: Annotated[str | None, typer.Option(help="File with the workers' token.")] = None,
+    data: Annotated[str | None, typer.Option(help="Directory for endpoints.json, which names the address.")] = None,
+    requests_max: Annotated[int | None, typer.Option(help="Requests in work at once; the next gets 503. [256]")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="Seconds for requests in work after SIGTERM. [30]")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings; flags override it.")] = None,
+) -> None:
+    """Serve /v1/chat/completions, /v1/completions, /v1/models, /healthz and /metrics."""
+    flags: dict[str, Any] = {
+        "prefill": prefill or None,
+        "decode": decode or None,
+        "listen": listen,
+        "keys": keys,
+        "store": store or None,
+        "store_token_file": store_token_file,
+        "worker_token_file": worker_token_file,
+        "data": data,
+        "requests_max": requests_max,
+        "drain_s": drain_s,
+    }
+    try:
+        if policy_classes is not None:
+            flags["classes"] = parse_classes(policy_classes)
+        _run(load_config(config, flags))
+    except ConfigError as error:
+        typer.echo(f"reprise gateway: {error}", err=True)
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+def _run(config: GatewayConfig) -> None:
+    from gateway.server import serve  # the HTTP stack is loaded only to serve
+
+    policy = _policy_source(config)
+    serve(
+        config,
+        keys=_keys(config, policy),
+        policy=policy,
+        worker_token=_secret(config.worker_token_file),
+        now_s=time.monotonic,
+        log=print_line,
+    )
+
+
+def _policy_source(config: GatewayConfig) -> PolicySource | None:
+    """A client of the named store; it need not be up."""
+    if not config.store:
+        return None
+    from kvstore.client import StoreClient
+
+    try:
+        return StoreClient.connect(list(config.store), token=_secret(config.store_token_file))
+    except ValueError as error:
+        raise ConfigError(f"--store: {error}") from error
+
+
+def _keys(config: GatewayConfig, policy: PolicySource | None) -> KeyRing | None:
+    """The key ring, whose default classes may be the store's."""
+    if config.keys is None:
+        return None
+    from gateway.classes import POLICY_S_MAX, ClassNames
+    from kvstore.errors import StoreError
+
+    classes = ClassNames(config.class_names)
+    if policy is not None:
+        try:
+            classes.adopt(policy.policy(deadline_s=POLICY_S_MAX))
+        except StoreError as error:
+            print_line({"event": "store's classes not read", "error": str(error)})
+    try:
+        return load_keys(Path(config.keys), classes.names)
+    except OSError as error:
+        raise ConfigError(f"--keys: cannot read {config.keys}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--keys: {error}") from error
+
+
+def _secret(path: str | None) -> str | None:
+    """The first line of a secret's file."""
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            secret = file.read(TOKEN_BYTES_MAX).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token file {path}: {error}") from error
+    if not secret or "\n" in secret:
+        raise ConfigError(f"the token file {path} must hold one line")
+    return secret
