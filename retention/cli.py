@@ -1,35 +1,31 @@
 """The command `retention`: show, policy, sweep, pins and purge, against one or more nodes.
 
-Owns options, confirmation and exit codes. Decides nothing itself: it reads, asks the pure modules, shows, and (only
-with ``--apply``) acts. Does not know how a store is reached, apart from ``open_store``.
+Owns options and confirmation. Decides nothing itself: it reads, asks the pure modules, shows, and (only with
+``--apply``) acts. Does not know how a store is reached, nor how errors become exit codes.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from kvstore.errors import PolicyConflict, StoreError
+from kvstore.errors import PolicyConflict
 from kvstore.keys import BlockKey
-from kvstore.store import Clock, Effect, Policy, Store, SystemClock
+from kvstore.store import Clock, Effect, Policy, SystemClock
 from kvstore.traffic import ClassRules
-from kvstore.units import parse_duration_s, parse_seconds
+from kvstore.units import parse_duration_s
 from retention import report
-from retention.errors import NothingMatched, RetentionError
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
-from retention.planner import by_class, by_space, summarise
+from retention.planner import Totals, by_class, by_space
 from retention.policy import (
     ClassChange,
     check_change,
@@ -41,26 +37,15 @@ from retention.policy import (
     replace_keep_for,
 )
 from retention.purge import Purge, match_space, parse_key, purge_prefix, purge_spaces, spaces_of_tenant
-from retention.scan import scan_blocks
+from retention.session import EXIT_FAILED, EXIT_NOTHING, OpenStore, Session, Sessions, open_store
+from retention.survey import survey_nodes
 from retention.sweeper import SweepReport, sweep_loop, sweep_once
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_CONFLICT = 3
-EXIT_NOTHING = 4
 
 HELP = "What is kept and for how long: see it, change it, and take things away."
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the operation failed or a node did not answer; 2 wrong usage or input; "
     "3 the policy changed meanwhile; 4 nothing matched."
 )
-
-TOKEN_BYTES_MAX = 4096
-PLAIN_WIDTH = 200
-"""Columns of a table that does not go to a terminal, so that a pipe sees every value whole."""
-
-OpenStore = Callable[[Sequence[str], str | None], Store]
 
 
 class Grouping(StrEnum):
@@ -84,46 +69,9 @@ SpaceOption = Annotated[str, typer.Option("--space", help="Space id in hex, or t
 KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of blocks, 64 hex digits each.")]
 
 
-def open_store(addresses: Sequence[str], token: str | None) -> Store:
-    """A client of running nodes. The one place that opens connections."""
-    from kvstore.client import StoreClient
-
-    return StoreClient.connect(addresses, token=token)
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What a command works with while it runs."""
-
-    store: Store
-    clock: Clock
-    deadline_s: float
-    as_json: bool
-
-    def facts(self) -> report.Facts:
-        rules = self.store.policy(deadline_s=self.deadline_s).rules
-        return report.Facts(rules, self.store.spaces(deadline_s=self.deadline_s))
-
-    def show(self, document: Any, *renderables: Any) -> None:
-        """The document as JSON, or the renderables for people."""
-        if self.as_json:
-            typer.echo(json.dumps(document, sort_keys=True))
-            return
-        console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-        for renderable in renderables:
-            console.print(renderable, markup=False, highlight=False)
-
-    def fail_for(self, effect: Effect) -> None:
-        """Exit with 1, naming the nodes, when some did not answer."""
-        if effect.nodes_failed:
-            for line in report.failed_lines(effect):
-                typer.echo(line, err=True)
-            raise typer.Exit(EXIT_FAILED)
-
-
 def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) -> typer.Typer:
     """The typer application; tests give it their own store and clock."""
-    sessions = _Sessions(open_store, clock or SystemClock())
+    sessions = Sessions(open_store, clock or SystemClock())
     app = typer.Typer(no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None)
     policy = typer.Typer(no_args_is_help=True, help="Read or change how long each traffic class keeps its blocks.")
     _add_show(app, sessions)
@@ -138,7 +86,7 @@ def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) ->
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-def _add_show(app: typer.Typer, sessions: _Sessions) -> None:
+def _add_show(app: typer.Typer, sessions: Sessions) -> None:
     @app.command()
     def show(
         by: Annotated[Grouping | None, typer.Option("--by", help="One row a class or space, not one a pair.")] = None,
@@ -150,18 +98,18 @@ def _add_show(app: typer.Typer, sessions: _Sessions) -> None:
     ) -> None:
         """Blocks, bytes, the oldest and the next to expire, per class and space."""
         with sessions.open(store, token_file, deadline, as_json) as session:
-            facts = session.facts()
-            only = match_space(space, facts.spaces) if space else None
-            now_s = session.clock.now_s()
-            blocks = scan_blocks(session.store, only, deadline_s=session.deadline_s)
-            rows = _rows(by, summarise(blocks, facts.rules, now_s))
+            with session.each_node() as nodes:
+                survey = survey_nodes(nodes, space=space, clock=session.clock, deadline_s=session.deadline_s)
+            facts = report.Facts(survey.policy.rules, survey.spaces)
+            rows = _rows(by, survey.totals)
             session.show(
                 [report.usage_json(*row, facts) for row in rows],
-                report.usage_table(rows, facts, now_s) if rows else "no blocks are stored",
+                report.usage_table(rows, facts, session.clock.now_s()) if rows else "no blocks are stored",
             )
+            session.fail_for(survey.nodes_failed)
 
 
-def _add_policy(app: typer.Typer, sessions: _Sessions) -> None:
+def _add_policy(app: typer.Typer, sessions: Sessions) -> None:
     @app.command("get")
     def get(
         store: StoreOption = None,
@@ -203,7 +151,7 @@ def _add_policy(app: typer.Typer, sessions: _Sessions) -> None:
             _change_policy(session, before, rules, text, apply=apply)
 
 
-def _add_sweep(app: typer.Typer, sessions: _Sessions) -> None:
+def _add_sweep(app: typer.Typer, sessions: Sessions) -> None:
     @app.command()
     def sweep(
         apply: ApplyOption = False,
@@ -223,7 +171,7 @@ def _add_sweep(app: typer.Typer, sessions: _Sessions) -> None:
                 _show_effect(session, effect, "swept" if apply else "a sweep would remove")
 
 
-def _add_pins(app: typer.Typer, sessions: _Sessions) -> None:
+def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
     @app.command()
     def pin(
         keys: KeysArgument,
@@ -274,7 +222,7 @@ def _add_pins(app: typer.Typer, sessions: _Sessions) -> None:
             session.show([report.pin_json(item) for item in found], table if found else "no block is pinned")
 
 
-def _add_purge(app: typer.Typer, sessions: _Sessions) -> None:
+def _add_purge(app: typer.Typer, sessions: Sessions) -> None:
     @app.command()
     def purge(
         space: Annotated[str | None, typer.Option("--space", help="Everything of one space (id or digits).")] = None,
@@ -304,7 +252,7 @@ def _add_purge(app: typer.Typer, sessions: _Sessions) -> None:
 # --- steps of commands ----------------------------------------------------------------------------------------------
 
 
-def _rows(by: Grouping | None, totals: Any) -> list[tuple[Any, Any, Any]]:
+def _rows(by: Grouping | None, totals: Totals) -> list[tuple[Any, Any, Any]]:
     if by is Grouping.CLASS:
         return [(class_byte, None, usage) for class_byte, usage in by_class(totals).items()]
     if by is Grouping.SPACE:
@@ -344,14 +292,17 @@ def _parse_keeps(keep: Sequence[str]) -> dict[str, int]:
 
 
 def _capacity_bytes(session: Session) -> int | None:
-    capacity_bytes = session.store.stats(deadline_s=session.deadline_s).get("capacity_bytes")
-    return capacity_bytes if isinstance(capacity_bytes, int) and capacity_bytes > 0 else None
+    """The capacity of the smallest node: every node keeps the same floors."""
+    stats = session.store.stats(deadline_s=session.deadline_s)
+    nodes = [node for node in stats.get("nodes", {}).values() if isinstance(node, dict)] or [stats]
+    found = [node["capacity_bytes"] for node in nodes if isinstance(node.get("capacity_bytes"), int)]
+    return min((capacity_bytes for capacity_bytes in found if capacity_bytes > 0), default=None)
 
 
 def _change_policy(session: Session, before: Policy, rules: ClassRules, text: str, *, apply: bool) -> None:
     """Show the change and what it would drop, then make it where asked; both hold to the version that was read."""
     changes = diff_policies(before.rules, rules)
-    facts = report.Facts(before.rules, session.store.spaces(deadline_s=session.deadline_s))
+    facts = session.facts(before.rules)
     effect = session.store.set_policy(
         rules, text, expected_version=before.version, apply=False, deadline_s=session.deadline_s
     )
@@ -367,7 +318,7 @@ def _change_policy(session: Session, before: Policy, rules: ClassRules, text: st
         "effect": report.effect_json(effect, facts),
     }
     session.show(document, *_change_lines(changes, effect, facts, apply=apply))
-    session.fail_for(effect)
+    session.fail_for(effect.nodes_failed)
 
 
 def _change_lines(
@@ -387,10 +338,10 @@ def _sweep_again_and_again(session: Session, every_s: int, *, apply: bool) -> No
     def tell(latest: SweepReport) -> None:
         line = f"sweep: {report.effect_line(latest.effect)}" if latest.effect else f"sweep failed: {latest.error}"
         session.show(report.sweep_json(latest, facts), line)
-        for failed in report.failed_lines(latest.effect) if latest.effect else []:
+        for failed in report.failed_lines(latest.effect.nodes_failed if latest.effect else None):
             typer.echo(failed, err=True)
 
-    with _stop_signals() as stop:
+    with stop_signals() as stop:
         last = sweep_loop(
             session.store,
             apply=apply,
@@ -408,7 +359,7 @@ def _show_effect(session: Session, effect: Effect, title: str) -> None:
     facts = session.facts()
     table = [report.effect_table(effect, facts, title)] if effect.removed else []
     session.show(report.effect_json(effect, facts), *table, report.effect_line(effect), *_dry_hint(effect.applied))
-    session.fail_for(effect)
+    session.fail_for(effect.nodes_failed)
 
 
 def _show_pin_count(session: Session, verb: str, condition: str, count: PinCount) -> None:
@@ -438,68 +389,8 @@ def _dry_hint(applied: bool) -> tuple[str, ...]:
     return () if applied else ("nothing was changed; add --apply to do it",)
 
 
-# --- opening and ending ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Sessions:
-    """Opens the store for one command and turns every error into its exit code."""
-
-    open_store: OpenStore
-    clock: Clock
-
-    @contextmanager
-    def open(
-        self, addresses: Sequence[str] | None, token_file: Path | None, deadline: str, as_json: bool
-    ) -> Iterator[Session]:
-        with _exit_codes():
-            if not addresses:
-                raise ValueError("name a node: --store ADDRESS, or REPRISE_STORE in the environment")
-            deadline_s = parse_seconds(deadline)
-            if deadline_s <= 0:
-                raise ValueError("--deadline must be longer than 0 s")
-            store = self.open_store(addresses, _read_token(token_file))
-            try:
-                yield Session(store, self.clock, deadline_s, as_json)
-            finally:
-                store.close()
-
-
 @contextmanager
-def _exit_codes() -> Iterator[None]:
-    try:
-        yield
-    except PolicyConflict as error:
-        _end(EXIT_CONFLICT, f"conflict: {error}")
-    except NothingMatched as error:
-        _end(EXIT_NOTHING, f"nothing matched: {error}")
-    except (RetentionError, ValueError) as error:
-        _end(EXIT_USAGE, f"error: {error}")
-    except (StoreError, OSError) as error:
-        _end(EXIT_FAILED, f"failed: {type(error).__name__}: {error}")
-
-
-def _end(code: int, message: str) -> None:
-    typer.echo(message, err=True)
-    raise typer.Exit(code)
-
-
-def _read_token(path: Path | None) -> str | None:
-    """The token in a file, without the line end. Raises ValueError for a file that cannot be one."""
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            token = file.read(TOKEN_BYTES_MAX + 1).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the token file {path} cannot be read: {error}") from error
-    if not token or len(token.encode()) > TOKEN_BYTES_MAX:
-        raise ValueError(f"the token file {path} must hold 1..{TOKEN_BYTES_MAX} bytes")
-    return token
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
+def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and SIGINT set, while inside."""
     stop = threading.Event()
 

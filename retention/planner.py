@@ -47,6 +47,10 @@ class Usage:
         )
 
 
+Totals = dict[tuple[int, SpaceId], Usage]
+"""Usage per (class byte, space)."""
+
+
 def keep_until_s(touches: Mapping[int, int], rules: ClassRules) -> int:
     """The latest promise over all classes that touched a block; 0 where none did."""
     return max((touch_s + rules.keep_for_s(byte) for byte, touch_s in touches.items()), default=0)
@@ -77,16 +81,22 @@ def is_expired(block: BlockInfo, until_s: int, now_s: float) -> bool:
     return not block.pinned and until_s <= now_s
 
 
-def summarise(blocks: Iterable[BlockInfo], rules: ClassRules, now_s: float) -> dict[tuple[int, SpaceId], Usage]:
+def summarise(blocks: Iterable[BlockInfo], rules: ClassRules, now_s: float) -> Totals:
     """Usage per (class byte, space), in that order."""
-    totals: dict[tuple[int, SpaceId], Usage] = {}
+    totals: Totals = {}
     for block in blocks:
         pair = (holding_class(block.touches, rules), block.space_id)
         totals[pair] = totals.get(pair, Usage()) + usage_of(block, now_s)
     return dict(sorted(totals.items()))
 
 
-def by_class(totals: Mapping[tuple[int, SpaceId], Usage]) -> dict[int, Usage]:
+def add_totals(one: Totals, other: Totals) -> Totals:
+    """Usage of two nodes together."""
+    pairs = sorted({*one, *other})
+    return {pair: one.get(pair, Usage()) + other.get(pair, Usage()) for pair in pairs}
+
+
+def by_class(totals: Totals) -> dict[int, Usage]:
     """The same numbers, all spaces together."""
     merged: dict[int, Usage] = {}
     for (class_byte, _), usage in totals.items():
@@ -94,7 +104,7 @@ def by_class(totals: Mapping[tuple[int, SpaceId], Usage]) -> dict[int, Usage]:
     return merged
 
 
-def by_space(totals: Mapping[tuple[int, SpaceId], Usage]) -> dict[SpaceId, Usage]:
+def by_space(totals: Totals) -> dict[SpaceId, Usage]:
     """The same numbers, all classes together."""
     merged: dict[SpaceId, Usage] = {}
     for (_, space_id), usage in totals.items():

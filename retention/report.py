@@ -41,7 +41,7 @@ class Facts:
         short = space_id.hex()[:SPACE_DIGITS_SHOWN]
         if space is None:
             return short
-        return f"{short} {space.model}" + (" (tenant)" if space.tenant_salt is not None else "")
+        return f"{short} {printable(space.model)}" + (" (tenant)" if space.tenant_salt is not None else "")
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,8 @@ def pins_table(pins: Sequence[Pin], facts: Facts, now_s: float) -> Table:
         table.add_column(heading, overflow="fold")
     for pin in pins:
         until = f"in {span(pin.until_s - now_s)}" if pin.until_s else "no end"
-        table.add_row(facts.space_name(pin.space_id), pin.key.hex(), pin.owner, pin.reason, until)
+        who, why = printable(pin.owner), printable(pin.reason)
+        table.add_row(facts.space_name(pin.space_id), pin.key.hex(), who, why, until)
     return table
 
 
@@ -212,9 +213,14 @@ def purge_line(purge: Purge) -> str:
     return line
 
 
-def failed_lines(effect: Effect) -> list[str]:
+def failed_lines(nodes_failed: Mapping[str, str] | None) -> list[str]:
     """One line for each node that did not answer."""
-    return [f"node {name} did not answer: {error}" for name, error in sorted((effect.nodes_failed or {}).items())]
+    return [f"node {name} did not answer: {error}" for name, error in sorted((nodes_failed or {}).items())]
+
+
+def printable(text: str) -> str:
+    """Names come from other people: what could steer a terminal is shown as a mark."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def span(seconds: float) -> str:

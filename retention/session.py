@@ -1,0 +1,158 @@
+"""One command's hold on the store: opening it, showing results, and ending with the right exit code.
+
+Owns exit codes and where output goes. Does not know what the commands do. Invariant: whatever was opened is closed, and
+every expected error becomes one line and one code, never a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from kvstore.errors import PolicyConflict, StoreError
+from kvstore.store import Clock, Store
+from kvstore.traffic import ClassRules
+from kvstore.units import parse_seconds
+from retention import report
+from retention.errors import NothingMatched, RetentionError
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CONFLICT = 3
+EXIT_NOTHING = 4
+
+TOKEN_BYTES_MAX = 4096
+PLAIN_WIDTH = 200
+"""Columns of a table that does not go to a terminal, so that a pipe sees every value whole."""
+
+OpenStore = Callable[[Sequence[str], str | None], Store]
+
+
+def open_store(addresses: Sequence[str], token: str | None) -> Store:
+    """A client of running nodes. The one place that opens connections."""
+    from kvstore.client import StoreClient
+
+    return StoreClient.connect(addresses, token=token)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a command works with while it runs."""
+
+    store: Store
+    open_store: Callable[[Sequence[str]], Store]
+    addresses: tuple[str, ...]
+    clock: Clock
+    deadline_s: float
+    as_json: bool
+
+    def facts(self, rules: ClassRules | None = None) -> report.Facts:
+        """Names to show things with. Spaces are shown by their ids alone while a node is down."""
+        if rules is None:
+            rules = self.store.policy(deadline_s=self.deadline_s).rules
+        try:
+            spaces = self.store.spaces(deadline_s=self.deadline_s)
+        except StoreError as error:
+            if not error.retryable:
+                raise
+            spaces = {}
+        return report.Facts(rules, spaces)
+
+    def show(self, document: Any, *renderables: Any) -> None:
+        """The document as JSON, or the renderables for people."""
+        if self.as_json:
+            typer.echo(json.dumps(document, sort_keys=True))
+            return
+        width = None if sys.stdout.isatty() else PLAIN_WIDTH
+        console = Console(width=width, markup=False, highlight=False, emoji=False)
+        for renderable in renderables:
+            console.print(renderable)
+
+    @contextmanager
+    def each_node(self) -> Iterator[dict[str, Store]]:
+        """A store of its own for each node, by address, closed at the end."""
+        with ExitStack() as opened:
+            nodes: dict[str, Store] = {}
+            for address in dict.fromkeys(self.addresses):
+                nodes[address] = self.open_store([address])
+                opened.callback(nodes[address].close)
+            yield nodes
+
+    def fail_for(self, nodes_failed: Mapping[str, str] | None) -> None:
+        """Exit with 1, naming the nodes, when some did not answer."""
+        for line in report.failed_lines(nodes_failed):
+            typer.echo(line, err=True)
+        if nodes_failed:
+            raise typer.Exit(EXIT_FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Opens the store for one command and turns every error into its exit code."""
+
+    open_store: OpenStore
+    clock: Clock
+
+    @contextmanager
+    def open(
+        self, addresses: Sequence[str] | None, token_file: Path | None, deadline: str, as_json: bool
+    ) -> Iterator[Session]:
+        with exit_codes():
+            if not addresses:
+                raise ValueError("name a node: --store ADDRESS, or REPRISE_STORE in the environment")
+            deadline_s = parse_seconds(deadline)
+            if deadline_s <= 0:
+                raise ValueError("--deadline must be longer than 0 s")
+            token = _read_token(token_file)
+
+            def connect(some: Sequence[str]) -> Store:
+                return self.open_store(some, token)
+
+            store = connect(addresses)
+            try:
+                yield Session(store, connect, tuple(addresses), self.clock, deadline_s, as_json)
+            finally:
+                store.close()
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turns the errors that an operator can meet into a line on stderr and an exit code."""
+    try:
+        yield
+    except PolicyConflict as error:
+        _end(EXIT_CONFLICT, f"conflict: {error}")
+    except NothingMatched as error:
+        _end(EXIT_NOTHING, f"nothing matched: {error}")
+    except (RetentionError, ValueError) as error:
+        _end(EXIT_USAGE, f"error: {error}")
+    except (StoreError, OSError) as error:
+        _end(EXIT_FAILED, f"failed: {type(error).__name__}: {error}")
+
+
+def _end(code: int, message: str) -> None:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+def _read_token(path: Path | None) -> str | None:
+    """The token in a file, without the line end. Raises ValueError for a file that cannot be one."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            token = file.read(TOKEN_BYTES_MAX + 1).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the token file {path} cannot be read: {error}") from error
+    if not token or len(token.encode()) > TOKEN_BYTES_MAX:
+        raise ValueError(f"the token file {path} must hold 1..{TOKEN_BYTES_MAX} bytes")
+    return token
