@@ -270,6 +270,10 @@ class Channel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(how)
 
+    def finish_sending(self) -> None:
+        """Tell the peer that nothing more will come; it may still be heard."""
+        self.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.close()

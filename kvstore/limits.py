@@ -57,6 +57,10 @@ DRAIN_S = 10.0
 # One node
 CONNECTIONS_MAX = 4096
 """Connections of a node; the next is closed at once with Overloaded."""
+IN_FLIGHT_BYTES_MAX = 512 * MIB
+"""Payload bytes that a node holds in memory for puts, states and decompressed blocks; then it answers Overloaded."""
+PUT_BUFFER_BYTES = 8 * MIB
+"""A put is received and written in groups of this size, in reused buffers."""
 SEGMENT_BYTES_DEFAULT = 256 * MIB
 SEGMENT_BYTES_MIN = 1 * MIB
 SEGMENT_BYTES_MAX = 4 * GIB
@@ -71,5 +75,6 @@ SCAN_PAGE_MAX = 10_000
 assert LOOKUP_KEYS_MAX * (KEY_BYTES + TOKEN_DIGEST_BYTES) < BODY_BYTES_MAX
 assert PAYLOAD_BYTES_MAX <= BATCH_BYTES_MAX
 assert STATE_BYTES_MAX <= BATCH_BYTES_MAX
+assert PAYLOAD_BYTES_MAX <= STATE_BYTES_MAX <= IN_FLIGHT_BYTES_MAX and PUT_BUFFER_BYTES <= IN_FLIGHT_BYTES_MAX
 assert SEGMENT_BYTES_MIN <= SEGMENT_BYTES_DEFAULT <= SEGMENT_BYTES_MAX
 assert HELLO_S_MAX <= FRAME_S_MAX <= IDLE_S_MAX

@@ -1,0 +1,544 @@
+"""The store over sockets: ``StoreClient`` keeps the store's contract over a static list of nodes.
+
+Owns the verbs: what is asked of which node and how the answers become one. Does not know classes' meaning or tensors.
+Invariants: a payload is handed out only if its key, token digest, length and checksum are right; a node that is down or
+late costs misses, never an error and never more than the deadline; no buffer of the caller is touched after the call
+returned.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from kvstore import control, limits, receive, wire
+from kvstore.errors import (
+    CapacityProtected,
+    DeadlineExceeded,
+    Overloaded,
+    PolicyConflict,
+    ProtocolError,
+    SpaceUnknown,
+    StoreError,
+    Unavailable,
+    VersionMismatch,
+)
+from kvstore.fleet import LOUD, Fleet, first, job, raise_loud
+from kvstore.framing import parse_address
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, encode_space, space_id
+from kvstore.link import Call, NodeLink, Receive, new_hello
+from kvstore.placement import Placement
+from kvstore.store import (
+    AckLevel,
+    BlockInfo,
+    BlockPut,
+    Buffer,
+    Effect,
+    GetStatus,
+    Lookup,
+    Pin,
+    Policy,
+    Presence,
+    PutOutcome,
+    Sighting,
+    StateEntry,
+)
+from kvstore.traffic import ClassRules, TrafficClass
+
+T = TypeVar("T")
+
+THREADS_MAX = 64
+REPORT_S = 1.0
+"""How long reporting a corrupt block may take, beyond its get."""
+
+
+class StoreClient:
+    """A ``Store`` over one or several nodes. Thread-safe. Connects when first used, so a node may come up later."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lock = threading.Lock()
+        self._spaces: dict[SpaceId, Space] = {}
+        self._counts = dict.fromkeys(("blocks_got", "corrupt", "late", "unreachable", "refused", "altered"), 0)
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[str],
+        *,
+        token: str | None = None,
+        tenant: str | None = None,
+        connections_per_node: int = 2,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> StoreClient:
+        """A client of the nodes at ``addresses``: ``unix:/path``, ``host:port``, ``[::1]:7071``, maybe after ``name=``.
+
+        Contacts nobody yet. Raises ValueError for an address that cannot be read.
+        """
+        if not 1 <= connections_per_node <= 64:
+            raise ValueError(f"connections_per_node {connections_per_node} is outside 1..64")
+        parsed = [parse_address(text) for text in addresses]
+        placement = Placement([address.name for address in parsed])
+        hello = new_hello(token, tenant)
+        links = [NodeLink(address, hello, connections_per_node, monotonic) for address in parsed]
+        threads = min(len(links) * (connections_per_node + 1), THREADS_MAX)
+        return cls(Fleet(links, placement, ThreadPoolExecutor(threads, "store-client"), monotonic))
+
+    # --- data plane -------------------------------------------------------------------------------------------------
+
+    def register_space(self, space: Space, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> SpaceId:
+        """Make a space known on every node that answers; one that comes back later learns of it with the next put."""
+        name = space_id(space)
+        with self._lock:
+            if len(self._spaces) >= limits.SPACES_MAX:
+                self._spaces.clear()
+            self._spaces[name] = space
+        args = {"space": encode_space(space).hex()}
+        answers, failures = self._fleet.control_all("register_space", args, deadline_s)
+        for answer in answers.values():
+            if answer != name.hex():
+                raise VersionMismatch("a node gives this space another id: it runs another version")
+        if not answers:
+            raise first(failures)
+        return name
+
+    def lookup(
+        self,
+        space_id: SpaceId,
+        names: Sequence[BlockName],
+        *,
+        states: bool = False,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> Lookup:
+        if len(names) > limits.LOOKUP_KEYS_MAX:
+            raise ValueError(f"a lookup has at most {limits.LOOKUP_KEYS_MAX} keys, not {len(names)}")
+        ends_s = self._fleet.ends_s(deadline_s)
+        presence = np.full(len(names), Presence.UNREACHABLE, np.uint8)
+        flags = np.zeros(len(names), np.uint8)
+        payload_bytes = np.zeros(len(names), np.uint32)
+        groups = self._fleet.group(names)
+        if states:
+            groups.setdefault(self._fleet.placement.owner(space_id), [])
+        answers: dict[int, Lookup] = {}
+
+        def ask(node: int, positions: Sequence[int]) -> None:
+            body = wire.encode_lookup(space_id, _pick(names, positions), states=states)
+            answer = self._fleet.exchange(node, Call(wire.Opcode.LOOKUP, body), ends_s, receive.take_lookup)
+            if len(answer.presence) != len(positions):
+                raise ProtocolError(f"node {self._fleet.name(node)} answered another number of keys than asked")
+            answers[node] = answer
+
+        failures = self._fleet.run([job(ask, node, positions) for node, positions in groups.items()], ends_s)
+        raise_loud(failures)
+        entries: list[StateEntry] = []
+        for node, answer in answers.items():
+            at = np.asarray(groups[node], np.int64)
+            presence[at], flags[at], payload_bytes[at] = answer.presence, answer.flags, answer.payload_bytes
+            entries += [_renumbered(entry, groups[node]) for entry in answer.states]
+        entries.sort(key=lambda entry: (entry.block_index, entry.tail_tokens), reverse=True)
+        return Lookup(
+            presence,
+            flags,
+            payload_bytes,
+            tuple(entries[: limits.STATES_PER_LOOKUP_MAX]),
+            complete=len(answers) == len(groups) and all(answer.complete for answer in answers.values()),
+            load_s_estimate=max((answer.load_s_estimate for answer in answers.values()), default=0.0),
+        )
+
+    def get_into(
+        self,
+        space_id: SpaceId,
+        names: Sequence[BlockName],
+        buffers: Sequence[bytearray | memoryview],
+        *,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> list[GetStatus]:
+        if len(names) != len(buffers):
+            raise ValueError(f"{len(names)} names but {len(buffers)} buffers")
+        views = [_writable(buffer) for buffer in buffers]
+        ends_s = self._fleet.ends_s(deadline_s)
+        statuses = [GetStatus.DEADLINE] * len(names)
+
+        def get(node: int, positions: Sequence[int]) -> None:
+            scatter = receive.Scatter([names[at] for at in positions], [views[at] for at in positions])
+            try:
+                self._get_from(node, space_id, scatter, ends_s)
+            finally:
+                for at, status in zip(positions, scatter.statuses, strict=True):
+                    statuses[at] = status
+
+        failures = self._fleet.run(self._fleet.spread(get, names, [len(view) for view in views]), ends_s)
+        self._count("blocks_got", statuses.count(GetStatus.OK))
+        self._count("late", statuses.count(GetStatus.DEADLINE))
+        self._count("unreachable", statuses.count(GetStatus.UNREACHABLE))
+        raise_loud(failures)
+        return statuses
+
+    def _get_from(self, node: int, space_id: SpaceId, scatter: receive.Scatter, ends_s: float) -> None:
+        """One get from one node; corrupt blocks are reported to it afterwards."""
+        body = wire.encode_get(space_id, scatter.names, [len(view) for view in scatter.views])
+        try:
+            self._fleet.exchange(node, Call(wire.Opcode.GET, body, bulk=True), ends_s, scatter.take)
+        except DeadlineExceeded:
+            scatter.settle(GetStatus.DEADLINE)
+            raise
+        except (StoreError, ValueError):
+            scatter.settle(GetStatus.UNREACHABLE)
+            raise
+        scatter.settle()
+        for name, status in zip(scatter.names, scatter.statuses, strict=True):
+            if status == GetStatus.CORRUPT:
+                self._report_corrupt(node, space_id, name)
+
+    def _report_corrupt(self, node: int, space_id: SpaceId, name: BlockName) -> None:
+        """Tell the node, which looks for itself; it is no fault of the reader if that fails."""
+        self._count("corrupt", 1)
+        args = {"space_id": space_id.hex(), "name": control.name_to_json(name)}
+        try:
+            self._fleet.control(node, "report_corrupt", args, self._fleet.monotonic() + REPORT_S, insist=False)
+        except (StoreError, ValueError):
+            self._count("unreachable", 1)
+
+    def put(
+        self,
+        space_id: SpaceId,
+        blocks: Sequence[BlockPut],
+        *,
+        traffic_class: TrafficClass,
+        ack: AckLevel = "os",
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> list[PutOutcome]:
+        if not 1 <= traffic_class <= 255:
+            raise ValueError(f"traffic class {traffic_class} is outside 1..255")
+        views = [_readable(block.payload, limits.PAYLOAD_BYTES_MAX) for block in blocks]
+        checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
+        ends_s = self._fleet.ends_s(deadline_s)
+        names = [block.name for block in blocks]
+        sizes = [len(view) for view in views]
+        outcomes = [PutOutcome.UNREACHABLE] * len(blocks)
+
+        def send(node: int, positions: Sequence[int]) -> None:
+            rows = [
+                wire.PutRow(names[at], blocks[at].tokens, len(views[at]), blocks[at].flags, checksums[at])
+                for at in positions
+            ]
+            payloads = [views[at] for at in positions]
+            body = wire.encode_put(space_id, traffic_class, ack, rows)
+            call = Call(wire.Opcode.PUT, body, payloads, sum(len(view) for view in payloads), bulk=True)
+            try:
+                answer = self._with_space(node, space_id, call, ends_s, receive.take_put)
+            except (Overloaded, CapacityProtected):
+                answer = [PutOutcome.REFUSED] * len(positions)
+            if len(answer) != len(positions):
+                raise ProtocolError(f"node {self._fleet.name(node)} answered another number of blocks than sent")
+            for at, outcome in zip(positions, answer, strict=True):
+                outcomes[at] = outcome
+
+        failures = self._fleet.run(self._fleet.spread(send, names, sizes), ends_s)
+        self._count("refused", outcomes.count(PutOutcome.REFUSED))
+        self._count("altered", outcomes.count(PutOutcome.ALTERED))
+        self._count("unreachable", outcomes.count(PutOutcome.UNREACHABLE))
+        raise_loud(failures)
+        return outcomes
+
+    def touch(
+        self,
+        space_id: SpaceId,
+        names: Sequence[BlockName],
+        *,
+        traffic_class: TrafficClass,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> int:
+        if len(names) > limits.LOOKUP_KEYS_MAX:
+            raise ValueError(f"a touch has at most {limits.LOOKUP_KEYS_MAX} keys, not {len(names)}")
+        if not 1 <= traffic_class <= 255:
+            raise ValueError(f"traffic class {traffic_class} is outside 1..255")
+        ends_s = self._fleet.ends_s(deadline_s)
+        counts: list[int] = []
+
+        def send(node: int, positions: Sequence[int]) -> None:
+            body = wire.encode_touch(space_id, traffic_class, _pick(names, positions))
+            counts.append(self._fleet.exchange(node, Call(wire.Opcode.TOUCH, body), ends_s, receive.take_count))
+
+        jobs = [job(send, node, positions) for node, positions in self._fleet.group(names).items()]
+        raise_loud(self._fleet.run(jobs, ends_s))
+        return sum(counts)
+
+    def put_state(
+        self,
+        space_id: SpaceId,
+        name: StateName,
+        payload: Buffer,
+        *,
+        flags: int = 0,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> bool:
+        """Keep a state; False if the node refused it, is down, or the bytes changed on the way."""
+        view = _readable(payload, limits.STATE_BYTES_MAX)
+        ends_s = self._fleet.ends_s(deadline_s)
+        body = wire.encode_state(space_id, name, flags=flags, checksum=xxhash.xxh3_64_intdigest(view))
+        call = Call(wire.Opcode.PUT_STATE, body, (view,), len(view), bulk=True)
+        try:
+            return self._with_space(self._fleet.placement.owner(name.route), space_id, call, ends_s, receive.take_kept)
+        except LOUD:
+            raise
+        except StoreError:
+            self._count("unreachable", 1)
+            return False
+
+    def get_state(
+        self, space_id: SpaceId, name: StateName, *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+    ) -> tuple[bytes, int] | None:
+        ends_s = self._fleet.ends_s(deadline_s)
+        call = Call(wire.Opcode.GET_STATE, wire.encode_state(space_id, name), bulk=True)
+        try:
+            answer = self._fleet.exchange(self._fleet.placement.owner(name.route), call, ends_s, receive.take_state)
+        except LOUD:
+            raise
+        except StoreError:
+            self._count("unreachable", 1)
+            return None
+        if answer is None:
+            return None
+        data, flags, checksum = answer
+        if xxhash.xxh3_64_intdigest(data) != checksum:
+            self._count("corrupt", 1)
+            return None
+        return data, flags
+
+    # --- control plane ----------------------------------------------------------------------------------------------
+
+    def scan(
+        self,
+        space_id: SpaceId | None = None,
+        *,
+        cursor: bytes = b"",
+        limit: int = limits.SCAN_PAGE_MAX,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> tuple[list[BlockInfo], bytes]:
+        """One page: node after node, in key order within each. Raises Unavailable for a node that does not answer."""
+        if not 1 <= limit <= limits.SCAN_PAGE_MAX:
+            raise ValueError(f"a page of a scan has 1..{limits.SCAN_PAGE_MAX} blocks, not {limit}")
+        ends_s = self._fleet.ends_s(deadline_s)
+        node = int.from_bytes(cursor[:2], "little") if cursor else 0
+        if node >= len(self._fleet.links) or len(cursor) == 1:
+            raise ValueError("this cursor comes from another scan")
+        inner = cursor[2:]
+        while True:
+            args = {"space_id": space_id.hex() if space_id else None, "cursor": inner.hex(), "limit": limit}
+            result = self._fleet.control(node, "scan", args, ends_s)
+            page, inner = control.reading("scan answer", lambda result=result: _page(result))  # type: ignore[misc]
+            at_end = not inner and node + 1 == len(self._fleet.links)
+            if inner:
+                return page, node.to_bytes(2, "little") + inner
+            if page or at_end:
+                return page, b"" if at_end else (node + 1).to_bytes(2, "little")
+            node += 1
+
+    def spaces(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> dict[SpaceId, Space]:
+        rows = [row for answer in self._fleet.control_every("spaces", {}, deadline_s).values() for row in answer]
+        spaces = control.reading("spaces answer", lambda: [control.space_from_json(row) for row in rows])
+        return {space_id(space): space for space in spaces}
+
+    def delete(
+        self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+    ) -> int:
+        """Purge on every node (a block may lie on an earlier owner too). Raises Unavailable unless all acknowledged."""
+        return self._sum_over_keys("delete", space_id, keys, deadline_s)
+
+    def delete_space(self, space_id: SpaceId, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
+        return _total(self._fleet.control_every("delete_space", {"space_id": space_id.hex()}, deadline_s))
+
+    def pin(self, pins: Sequence[Pin], *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
+        ends_s = self._fleet.ends_s(deadline_s)
+        total = 0
+        for begin in range(0, len(pins), control.PINS_PER_CALL_MAX):
+            rows = [control.pin_to_json(pin) for pin in pins[begin : begin + control.PINS_PER_CALL_MAX]]
+            total += _total(self._fleet.control_every("pin", {"pins": rows}, self._fleet.left_s(ends_s)))
+        return total
+
+    def unpin(
+        self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+    ) -> int:
+        return self._sum_over_keys("unpin", space_id, keys, deadline_s)
+
+    def pins(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[Pin]:
+        rows = [row for answer in self._fleet.control_every("pins", {}, deadline_s).values() for row in answer]
+        return control.reading("pins answer", lambda: [control.pin_from_json(row) for row in rows])
+
+    def policy(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> Policy:
+        """The newest policy that a node has."""
+        return max(self._policies(deadline_s).values(), key=lambda policy: policy.version)
+
+    def _policies(self, deadline_s: float) -> dict[int, Policy]:
+        answers, failures = self._fleet.control_all("policy", {}, deadline_s)
+        if not answers:
+            raise first(failures)
+        return {
+            node: control.reading("policy answer", lambda answer=answer: control.policy_from_json(answer))  # type: ignore[misc]
+            for node, answer in answers.items()
+        }
+
+    def set_policy(
+        self,
+        rules: ClassRules,
+        text: str,
+        *,
+        expected_version: int,
+        apply: bool,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
+    ) -> Effect:
+        """Change the rules on every node that answers; one that missed an earlier change catches up with this one."""
+        ends_s = self._fleet.ends_s(deadline_s)
+        policies = self._policies(self._fleet.left_s(ends_s))
+        newest = max(policy.version for policy in policies.values())
+        if newest != expected_version:
+            raise PolicyConflict(f"the policy is at version {newest}, not {expected_version}: read it again")
+        effects: list[Effect] = []
+        failed = {link.name: "did not answer" for at, link in enumerate(self._fleet.links) if at not in policies}
+        for node, policy in policies.items():
+            args = {"rules": rules.to_json(), "text": text, "expected_version": policy.version, "apply": apply}
+            try:
+                answer = self._fleet.control(node, "set_policy", args, ends_s)
+                effects.append(control.reading("policy effect", lambda answer=answer: control.effect_from_json(answer)))  # type: ignore[misc]
+            except (Unavailable, DeadlineExceeded) as error:
+                failed[self._fleet.name(node)] = str(error)
+        if not effects:
+            raise Unavailable(f"no node took the policy: {failed}")
+        return control.merge_effects(effects, failed)
+
+    def sweep(self, *, apply: bool, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> Effect:
+        answers, failures = self._fleet.control_all("sweep", {"apply": apply}, deadline_s)
+        if not answers:
+            raise first(failures)
+        effects = control.reading("sweep answer", lambda: [control.effect_from_json(row) for row in answers.values()])
+        return control.merge_effects(effects, {self._fleet.name(node): str(error) for node, error in failures.items()})
+
+    def sight(
+        self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+    ) -> list[Sighting]:
+        """What the owners remember; which other spaces have the same tokens is asked of every node."""
+        if len(names) > limits.BATCH_BLOCKS_MAX:
+            raise ValueError(f"sight takes at most {limits.BATCH_BLOCKS_MAX} blocks, not {len(names)}")
+        args = {"space_id": space_id.hex(), "names": [control.name_to_json(name) for name in names]}
+        answers, _ = self._fleet.control_all("sight", args, deadline_s)
+        seen = {
+            node: control.reading("sight answer", lambda rows=rows: [control.sighting_from_json(row) for row in rows])  # type: ignore[misc]
+            for node, rows in answers.items()
+        }
+        if any(len(rows) != len(names) for rows in seen.values()):
+            raise ProtocolError("a node answered another number of blocks than asked")
+        return [_merged_sighting(self._fleet.placement.owner(name.route), at, seen) for at, name in enumerate(names)]
+
+    def stats(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> dict[str, Any]:
+        """Sums over the nodes that answer, with each node's own under ``nodes`` and this client's under ``client``."""
+        answers, failures = self._fleet.control_all("stats", {}, deadline_s)
+        nodes: dict[str, Any] = {self._fleet.name(node): answer for node, answer in answers.items()}
+        nodes |= {self._fleet.name(node): {"error": str(error)} for node, error in failures.items()}
+        if not answers:
+            raise first(failures)
+        sums: dict[str, Any] = {}
+        for answer in answers.values():
+            for key, value in answer.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    sums[key] = sums.get(key, 0) + value
+        with self._lock:
+            client = dict(self._counts)
+        client["nodes_skipped"] = sum(link.circuit.is_open for link in self._fleet.links)
+        return {**sums, "nodes": nodes, "client": client}
+
+    def close(self) -> None:
+        self._fleet.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _with_space(
+        self,
+        node: int,
+        space_id: SpaceId,
+        call: Call,
+        ends_s: float,
+        take: Receive[T],
+    ) -> T:
+        """An exchange that needs the space on the node: a node that lacks it is told, once."""
+        try:
+            return self._fleet.exchange(node, call, ends_s, take)
+        except SpaceUnknown:
+            with self._lock:
+                space = self._spaces.get(space_id)
+            if space is None:
+                raise
+        self._fleet.control(node, "register_space", {"space": encode_space(space).hex()}, ends_s, insist=False)
+        return self._fleet.exchange(node, call, ends_s, take)
+
+    def _sum_over_keys(self, verb: str, space_id: SpaceId, keys: Sequence[BlockKey], deadline_s: float) -> int:
+        ends_s = self._fleet.ends_s(deadline_s)
+        unique = list(dict.fromkeys(keys))
+        total = 0
+        for begin in range(0, len(unique), limits.LOOKUP_KEYS_MAX):
+            rows = [key.hex() for key in unique[begin : begin + limits.LOOKUP_KEYS_MAX]]
+            args = {"space_id": space_id.hex(), "keys": rows}
+            total += _total(self._fleet.control_every(verb, args, self._fleet.left_s(ends_s)))
+        return total
+
+    def _count(self, name: str, amount: int) -> None:
+        if amount:
+            with self._lock:
+                self._counts[name] += amount
+
+
+# --- small pure helpers ---------------------------------------------------------------------------------------------
+
+
+def _pick(names: Sequence[BlockName], positions: Sequence[int]) -> Sequence[BlockName]:
+    return names if len(positions) == len(names) else [names[at] for at in positions]
+
+
+def _renumbered(entry: StateEntry, positions: Sequence[int]) -> StateEntry:
+    """A node numbers the keys that it was asked; the caller numbers all."""
+    if entry.block_index < 0 or positions[entry.block_index] == entry.block_index:
+        return entry
+    at = positions[entry.block_index]
+    return StateEntry(entry.key, at, entry.tail_tokens, entry.payload_bytes, entry.flags)
+
+
+def _readable(payload: Buffer, bytes_max: int) -> memoryview:
+    view = memoryview(payload)
+    if not view.c_contiguous:
+        raise ValueError("a payload must be one contiguous buffer")
+    view = view.cast("B")
+    if not 1 <= len(view) <= bytes_max:
+        raise ValueError(f"a payload has 1..{bytes_max} bytes, not {len(view)}")
+    return view
+
+
+def _writable(buffer: bytearray | memoryview) -> memoryview:
+    view = memoryview(buffer)
+    if view.readonly or not view.c_contiguous:
+        raise ValueError("a buffer to fill must be writable and contiguous")
+    view = view.cast("B")
+    if len(view) > limits.PAYLOAD_BYTES_MAX:
+        raise ValueError(f"a buffer to fill has at most {limits.PAYLOAD_BYTES_MAX} bytes, not {len(view)}")
+    return view
+
+
+def _page(result: Any) -> tuple[list[BlockInfo], bytes]:
+    return [control.info_from_json(row) for row in result["blocks"]], bytes.fromhex(result["cursor"])
+
+
+def _total(answers: Mapping[int, Any]) -> int:
+    return sum(control.reading("count", lambda: [control.whole(answer) for answer in answers.values()]))
+
+
+def _merged_sighting(owner: int, at: int, seen: Mapping[int, Sequence[Sighting]]) -> Sighting:
+    others = {space for rows in seen.values() for space in rows[at].other_spaces}
+    if owner not in seen:
+        return Sighting(Presence.UNREACHABLE, 0, 0, tuple(sorted(others)))
+    mine = seen[owner][at]
+    return Sighting(mine.presence, mine.since_s, mine.keep_until_s, tuple(sorted(others)))

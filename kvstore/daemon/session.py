@@ -1,0 +1,401 @@
+"""One connection's conversation: HELLO, then requests answered one after another.
+
+Owns what each frame does to the store behind it. Does not know listeners or threads. Invariants: nothing but HELLO is
+read before the token was checked; a request is answered, or the connection is closed, but a peer never sees a fault's
+details; a payload is received into reused buffers and sent from the file it lies in.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol
+
+import xxhash
+
+from kvstore import control, limits, wire
+from kvstore.daemon.admission import Admission
+from kvstore.daemon.metrics import ServerMetrics
+from kvstore.errors import (
+    CapacityProtected,
+    DeadlineExceeded,
+    Overloaded,
+    ProtocolError,
+    StoreError,
+    Unauthorized,
+    VersionMismatch,
+)
+from kvstore.framing import Channel
+from kvstore.keys import KEY_ALGORITHM, BlockName, SpaceId, TokenDigest
+from kvstore.store import AckLevel, BlockPut, Buffer, GetStatus, PutOutcome, Store
+from kvstore.traffic import TrafficClass
+
+SCRATCH_BYTES = 64 * limits.KIB
+ADMISSION_WAIT_S_MAX = 1.0
+"""How long a request waits for room in memory; meanwhile its sender is held back by the socket."""
+LAST_WORDS_S = 0.5
+"""After a malformed frame the error is sent and the rest of what the peer sends is dropped for this long."""
+
+log = logging.getLogger("kvstore.daemon")
+
+
+class Lease(Protocol):
+    """A payload held for reading: bytes of an open file, or ``data`` when it had to be decompressed."""
+
+    fd: int | None
+    offset: int
+    data: Buffer | None
+    payload_bytes: int
+    checksum: int
+    flags: int
+    token_digest: TokenDigest
+
+    def __enter__(self) -> Lease: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Backend(Store, Protocol):
+    """What is served: a store that also lends payloads, checks submitted checksums and verifies on request."""
+
+    def put(
+        self,
+        space_id: SpaceId,
+        blocks: Sequence[BlockPut],
+        *,
+        traffic_class: TrafficClass,
+        ack: AckLevel = ...,
+        deadline_s: float = ...,
+        checksums: Sequence[int] | None = ...,
+    ) -> list[PutOutcome]: ...
+
+    def open_payload(self, space_id: SpaceId, name: BlockName) -> Lease | None: ...
+
+    def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool: ...
+
+
+class Connection:
+    """A channel and until when its present wait may last (the reaper looks at it)."""
+
+    __slots__ = ("channel", "idle", "until_s")
+
+    def __init__(self, channel: Channel, until_s: float) -> None:
+        self.channel = channel
+        self.until_s = until_s
+        self.idle = True
+
+
+class Request:
+    """One frame in hand: how much of its payload is still on the wire, and whether an answer was begun."""
+
+    __slots__ = ("answered", "body", "channel", "deadline_s", "header", "unread")
+
+    def __init__(self, channel: Channel, header: wire.Header, body: bytes, deadline_s: float) -> None:
+        self.channel = channel
+        self.header = header
+        self.body = body
+        self.deadline_s = deadline_s
+        self.unread = header.payload_bytes
+        self.answered = False
+
+    def receive_into(self, view: memoryview) -> None:
+        self.unread -= len(view)
+        self.channel.receive_into(view)
+
+    def drop_payload(self) -> None:
+        """Read what is left of the payload, so that the next frame begins where it should."""
+        if self.unread:
+            self.channel.discard(self.unread, memoryview(bytearray(SCRATCH_BYTES)))
+            self.unread = 0
+
+    def answer(self, body: bytes, payload_bytes: int = 0, payloads: Sequence[Buffer] = ()) -> None:
+        self.answered = True
+        frame = wire.encode_frame(
+            self.header.opcode, self.header.request_id, body, payload_bytes=payload_bytes, reply=True
+        )
+        self.channel.send(frame, payloads)
+
+    def refuse(self, error: StoreError | ValueError) -> None:
+        self.drop_payload()
+        self.answered = True
+        body = wire.encode_error(error)
+        self.channel.send(wire.encode_frame(wire.Opcode.ERROR, self.header.request_id, body, reply=True))
+
+
+class Session:
+    """Answers frames for one store. Stateless between frames, so one serves all connections."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        admission: Admission,
+        metrics: ServerMetrics,
+        name: str,
+        token: bytes,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._admission = admission
+        self._metrics = metrics
+        self._name = name
+        self._token = token
+        self._monotonic = monotonic
+        self._handlers: dict[wire.Opcode, Callable[[Request], None]] = {
+            wire.Opcode.LOOKUP: self._lookup,
+            wire.Opcode.GET: self._get,
+            wire.Opcode.PUT: self._put,
+            wire.Opcode.TOUCH: self._touch,
+            wire.Opcode.PUT_STATE: self._put_state,
+            wire.Opcode.GET_STATE: self._get_state,
+            wire.Opcode.CONTROL: self._control,
+        }
+
+    # --- frames -----------------------------------------------------------------------------------------------------
+
+    def greet(self, connection: Connection) -> bool:
+        """Take HELLO and answer it; False if the peer may not go on (it was told why)."""
+        channel = connection.channel
+        try:
+            header = channel.receive_header()
+            if header is None:
+                return False
+            if header.opcode != wire.Opcode.HELLO or header.reply or header.payload_bytes:
+                raise ProtocolError("a connection begins with HELLO")
+            if header.body_bytes > wire.HELLO_BODY_BYTES_MAX:
+                raise ProtocolError(f"HELLO has at most {wire.HELLO_BODY_BYTES_MAX} bytes")
+            self._check_hello(wire.decode_hello(channel.receive_body(header)))
+        except (ProtocolError, Unauthorized) as error:
+            self._part(connection, 0, error)
+            return False
+        body = wire.encode_welcome(wire.Welcome(wire.VERSION, KEY_ALGORITHM, self._name))
+        channel.send(wire.encode_frame(wire.Opcode.HELLO, header.request_id, body, reply=True))
+        return True
+
+    def _check_hello(self, hello: wire.Hello) -> None:
+        if hello.protocol != wire.VERSION:
+            raise VersionMismatch(f"the client speaks protocol {hello.protocol}, this node {wire.VERSION}")
+        if self._token and not hmac.compare_digest(hello.token, self._token):
+            raise Unauthorized("the token is wrong" if hello.token else "this node needs a token: give --token-file")
+        if hello.key_algorithm != KEY_ALGORITHM:
+            raise VersionMismatch(
+                f"the client makes keys by {hello.key_algorithm!r}, this node by {KEY_ALGORITHM!r}: "
+                "they would never find each other's blocks; upgrade the older one"
+            )
+
+    def step(self, connection: Connection, idle_s: float, frame_s: float) -> bool:
+        """Answer one request; False when the connection is to be closed."""
+        channel = connection.channel
+
+        def began() -> None:
+            connection.idle = False
+            connection.until_s = self._monotonic() + frame_s
+
+        connection.until_s = self._monotonic() + idle_s
+        connection.idle = True
+        header = None
+        try:
+            header = channel.receive_header(began)
+            if header is None:
+                return False
+            if header.reply or header.opcode not in self._handlers:
+                raise ProtocolError(f"a client does not send {header.opcode.name} here")
+            body = channel.receive_body(header)
+        except ProtocolError as error:
+            self._part(connection, header.request_id if header else 0, error)
+            return False
+        deadline_s = min(header.deadline_ms / 1000, limits.DEADLINE_S_MAX) or limits.DEADLINE_S_DEFAULT
+        connection.until_s = self._monotonic() + frame_s + deadline_s
+        return self._answer(connection, Request(channel, header, body, self._monotonic() + deadline_s))
+
+    def _answer(self, connection: Connection, request: Request) -> bool:
+        """Run the handler. The one place where a fault of the daemon becomes an answer."""
+        began_s = self._monotonic()
+        try:
+            self._handlers[request.header.opcode](request)
+            if request.unread:
+                raise ProtocolError(f"{request.header.opcode.name} came with payload that it does not take")
+        except ProtocolError as error:
+            self._part(connection, request.header.request_id, error)
+            return False
+        except (StoreError, ValueError) as error:
+            self._metrics.error(error)
+            if request.answered:
+                return False
+            request.refuse(error)
+        except Exception:
+            log.exception("request %s failed", request.header.opcode.name)
+            self._metrics.error(wire.internal_error())
+            if request.answered:
+                return False
+            request.refuse(wire.internal_error())
+        self._metrics.answered(request.header, self._monotonic() - began_s)
+        return True
+
+    def _part(self, connection: Connection, request_id: int, error: StoreError) -> None:
+        """Tell a peer why it is being disconnected, and give it the time to read that."""
+        self._metrics.error(error)
+        log.info("peer disconnected: %s", error)
+        channel = connection.channel
+        connection.until_s = min(connection.until_s, self._monotonic() + 2 * LAST_WORDS_S)
+        channel.set_deadline(self._monotonic() + LAST_WORDS_S)
+        try:
+            channel.send(wire.encode_frame(wire.Opcode.ERROR, request_id, wire.encode_error(error), reply=True))
+            channel.finish_sending()
+            channel.discard(limits.BATCH_BYTES_MAX, memoryview(bytearray(SCRATCH_BYTES)))
+        except StoreError:
+            return
+
+    def _left_s(self, request: Request) -> float:
+        left_s = request.deadline_s - self._monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it could be run")
+        return left_s
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _lookup(self, request: Request) -> None:
+        asked = wire.decode_lookup(request.body)
+        answer = self._backend.lookup(
+            asked.space_id, asked.names, states=asked.states, deadline_s=self._left_s(request)
+        )
+        request.answer(wire.encode_lookup_reply(answer))
+
+    def _get(self, request: Request) -> None:
+        asked = wire.decode_get(request.body)
+        rows: list[wire.GetRow] = []
+        leases: list[Lease] = []
+        with ExitStack() as held:
+            for name, wanted_bytes in zip(asked.names, asked.wanted_bytes, strict=True):
+                row, lease = self._lend(held, asked.space_id, name, wanted_bytes)
+                rows.append(row)
+                if lease is not None:
+                    leases.append(lease)
+            payload_bytes = sum(lease.payload_bytes for lease in leases)
+            request.answer(wire.encode_get_reply(rows), payload_bytes)
+            for lease in leases:
+                if lease.fd is None:
+                    request.channel.send(b"", (lease.data or b"",))
+                else:
+                    request.channel.send_file(lease.fd, lease.offset, lease.payload_bytes)
+        self._metrics.payload_out.inc(payload_bytes)
+
+    def _lend(
+        self, held: ExitStack, space_id: SpaceId, name: BlockName, wanted_bytes: int
+    ) -> tuple[wire.GetRow, Lease | None]:
+        """Open one payload for the time of the answer; its row says how that went."""
+        opened = self._backend.open_payload(space_id, name)
+        if opened is None:
+            return wire.GetRow(name.key, name.token_digest, 0, 0, GetStatus.MISS, 0), None
+        with ExitStack() as mine:
+            lease = mine.enter_context(opened)
+            status = GetStatus.OK if lease.payload_bytes == wanted_bytes else GetStatus.WRONG_SIZE
+            if status == GetStatus.OK and lease.fd is None:
+                try:
+                    mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0))
+                except Overloaded:
+                    status = GetStatus.UNREACHABLE
+            row = wire.GetRow(name.key, lease.token_digest, lease.checksum, lease.payload_bytes, status, lease.flags)
+            if status != GetStatus.OK:
+                return row, None
+            held.push(mine.pop_all())
+            return row, lease
+
+    def _put(self, request: Request) -> None:
+        asked = wire.decode_put(request.body)
+        if sum(row.payload_bytes for row in asked.rows) != request.header.payload_bytes:
+            raise ProtocolError("PUT's rows do not account for its payload")
+        outcomes: list[PutOutcome] = []
+        for rows in _groups(asked.rows, self._admission.buffer_bytes):
+            outcomes += self._put_group(request, asked, rows)
+        self._metrics.payload_in.inc(request.header.payload_bytes)
+        request.answer(wire.encode_put_reply(outcomes))
+
+    def _put_group(self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow]) -> list[PutOutcome]:
+        """Receive some blocks into one buffer and store them; what finds no room is refused, and the rest goes on."""
+        size = sum(row.payload_bytes for row in rows)
+        after = request.unread - size
+        try:
+            with self._admission.buffer(size, min(self._left_s(request), ADMISSION_WAIT_S_MAX)) as buffer:
+                request.receive_into(buffer)
+                return self._backend.put(
+                    asked.space_id,
+                    _blocks(rows, buffer),
+                    traffic_class=TrafficClass(asked.traffic_class),
+                    ack=asked.ack,
+                    deadline_s=self._left_s(request),
+                    checksums=[row.checksum for row in rows],
+                )
+        except (Overloaded, CapacityProtected) as error:
+            self._metrics.error(error)
+            request.channel.discard(request.unread - after, memoryview(bytearray(SCRATCH_BYTES)))
+            request.unread = after
+            return [PutOutcome.REFUSED] * len(rows)
+
+    def _touch(self, request: Request) -> None:
+        asked = wire.decode_touch(request.body)
+        count = self._backend.touch(
+            asked.space_id,
+            asked.names,
+            traffic_class=TrafficClass(asked.traffic_class),
+            deadline_s=self._left_s(request),
+        )
+        request.answer(wire.encode_count(count))
+
+    def _put_state(self, request: Request) -> None:
+        asked = wire.decode_state(request.body)
+        size = request.header.payload_bytes
+        if not 1 <= size <= limits.STATE_BYTES_MAX:
+            raise ProtocolError(f"a state has 1..{limits.STATE_BYTES_MAX} bytes, not {size}")
+        with self._admission.buffer(size, min(self._left_s(request), ADMISSION_WAIT_S_MAX)) as buffer:
+            request.receive_into(buffer)
+            intact = xxhash.xxh3_64_intdigest(buffer) == asked.checksum
+            kept = intact and self._backend.put_state(
+                asked.space_id, asked.name, buffer, flags=asked.flags, deadline_s=self._left_s(request)
+            )
+        self._metrics.payload_in.inc(size)
+        request.answer(wire.encode_state_reply(found=kept))
+
+    def _get_state(self, request: Request) -> None:
+        asked = wire.decode_state(request.body)
+        found = self._backend.get_state(asked.space_id, asked.name, deadline_s=self._left_s(request))
+        if found is None:
+            request.answer(wire.encode_state_reply(found=False))
+            return
+        data, flags = found
+        body = wire.encode_state_reply(found=True, flags=flags, checksum=xxhash.xxh3_64_intdigest(data))
+        request.answer(body, len(data), (data,))
+        self._metrics.payload_out.inc(len(data))
+
+    def _control(self, request: Request) -> None:
+        verb, args = control.decode_request(request.body)
+        result = control.encode_result(control.call(self._backend, verb, args, self._left_s(request)))
+        if len(result) > wire.CONTROL_REPLY_BYTES_MAX:
+            raise ValueError(f"the answer to {verb} is larger than a frame may be: ask for less at once")
+        request.answer(b"", len(result), (result,))
+
+
+def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRow]]:
+    """Runs of rows whose payloads fit one buffer; a larger block stands alone."""
+    groups: list[list[wire.PutRow]] = []
+    held_bytes = 0
+    for row in rows:
+        if not groups or held_bytes + row.payload_bytes > bytes_max:
+            groups.append([])
+            held_bytes = 0
+        groups[-1].append(row)
+        held_bytes += row.payload_bytes
+    return groups
+
+
+def _blocks(rows: Sequence[wire.PutRow], buffer: memoryview) -> list[BlockPut]:
+    blocks, at = [], 0
+    for row in rows:
+        blocks.append(BlockPut(row.name, row.tokens, buffer[at : at + row.payload_bytes], row.flags))
+        at += row.payload_bytes
+    return blocks
