@@ -22,28 +22,21 @@ def choose(
     ``generator`` draws where there is no seed; without it and without a seed, a fresh one seeded by the system does.
     Raises ValueError when the logits are not numbers (a broken checkpoint or broken KV: never sampled from).
     """
+    peak = logits_row.max()
+    if not bool(torch.isfinite(peak).item()):
+        raise ValueError("the model's logits are not numbers: broken weights or broken KV")
     if sampling.temperature == 0.0:
-        best = int(torch.argmax(logits_row).item())
-        best = int(torch.nonzero(logits_row == logits_row[best])[0].item()) if _is_number(logits_row[best]) else -1
-        if best < 0:
-            raise ValueError("the model's logits are not numbers")
-        return best
+        return int(torch.nonzero(logits_row == peak)[0].item())
     logits = logits_row.detach().to(dtype=torch.float64, device="cpu").numpy()
     tokens, weights = _nucleus(logits, sampling.temperature, sampling.top_p)
     drawn = _uniform(sampling.seed, position, generator) * weights[-1]
     return int(tokens[min(int(np.searchsorted(weights, drawn, side="right")), tokens.size - 1)])
 
 
-def _is_number(value: torch.Tensor) -> bool:
-    return bool(torch.isfinite(value).item())
-
-
 def _nucleus(
     logits: npt.NDArray[np.float64], temperature: float, top_p: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Candidates by falling probability (equal ones by rising id) until ``top_p`` is reached, and their cumulative weights."""
-    if not np.isfinite(logits.max()):
-        raise ValueError("the model's logits are not numbers")
     order = np.argsort(-logits, kind="stable")
     weights = np.cumsum(np.exp((logits[order] - logits[order[0]]) / temperature))
     kept = int(np.searchsorted(weights, top_p * weights[-1], side="left")) + 1
