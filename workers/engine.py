@@ -541,8 +541,8 @@ class Engine:
         if sequence.place is Place.ENDED:
             return
         self.counts.failed += 1
-        sequence.emit(WorkerFailure(code=code, message=message, retryable=retryable))
         self._end(sequence, "failed", published=False)
+        sequence.emit(WorkerFailure(code=code, message=message, retryable=retryable))
 
     def _end(self, sequence: LiveSequence, outcome: str, *, published: bool) -> None:
         self._leave(sequence)
@@ -551,9 +551,9 @@ class Engine:
         sequence.place = Place.ENDED
         with self._wake:
             self._in_flight -= 1
+        self._observe(sequence, outcome)
         if outcome == "finished":
             sequence.role.ended(sequence, published)
-        self._observe(sequence, outcome)
 
     def _leave(self, sequence: LiveSequence) -> None:
         """Take a sequence out of its place and give back its slots."""

