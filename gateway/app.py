@@ -32,7 +32,6 @@ def create_app(
     keys: KeyRing | None = None,
     tokenizers: Tokenizers | None = None,
     policy: PolicySource | None = None,
-    gate: Gate | None = None,
     log: LogLine = print_line,
     now_s: Callable[[], float] = time.monotonic,
     wall_s: Callable[[], float] = time.time,
@@ -45,14 +44,15 @@ def create_app(
         keys=keys,
         classes=ClassNames(config.class_names),
         metrics=Metrics(),
-        gate=gate or Gate(config.requests_max, config.tenant_requests_max),
+        gate=Gate(config.requests_max, config.tenant_requests_max),
+        log=log,
         now_s=now_s,
         wall_s=wall_s,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(fleet.run())]
+        tasks = [asyncio.create_task(fleet.run()), asyncio.create_task(services.load_tokenizers())]
         if policy is not None:
             tasks.append(asyncio.create_task(services.classes.follow(policy)))
         try:
@@ -67,6 +67,7 @@ def create_app(
                 policy.close()
 
     app = FastAPI(title="Reprise gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.services = services
     app.include_router(build_router(services))
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(HTTPException, _http_error)

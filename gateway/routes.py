@@ -20,7 +20,7 @@ from gateway.answers import Envelope, usage_of
 from gateway.classes import ClassNames
 from gateway.classify import CLASS_HEADER, classify
 from gateway.config import GatewayConfig
-from gateway.edge import Gate, Record
+from gateway.edge import Gate, LogLine, Record
 from gateway.errors import (
     BadRequest,
     BodyTooLarge,
@@ -52,6 +52,7 @@ CACHE_HEADER = "x-reprise-cache"
 FIDELITY_HEADER = "x-reprise-fidelity"
 INLINE_BYTES_MAX = 64 << 10
 """Larger bodies are parsed beside the event loop."""
+TOKENIZER_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,26 @@ class Services:
     classes: ClassNames
     metrics: Metrics
     gate: Gate
+    log: LogLine
     now_s: Callable[[], float]
     wall_s: Callable[[], float]
+
+    def ready_models(self) -> list[str]:
+        """Models that can be served now: workers for both phases, and the tokenizer in memory."""
+        models = self.fleet.models()
+        return [name for name in self.fleet.ready_models() if self.tokenizers.loaded(models[name].directory)]
+
+    async def load_tokenizers(self) -> None:
+        """Load the tokenizer of every model that appears, so that no request waits for it. Runs until cancelled."""
+        while True:
+            for info in self.fleet.models().values():
+                if not self.tokenizers.loaded(info.directory):
+                    try:
+                        await self.tokenizers.get(info.directory)
+                    except NoCapacity as error:
+                        self.log({"event": "tokenizer not loaded", "model": info.name, "error": error.message})
+                        await asyncio.sleep(TOKENIZER_RETRY_S)
+            await asyncio.sleep(self.config.poll_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +123,7 @@ def build_router(services: Services) -> APIRouter:
 
     @router.get("/healthz")
     async def healthz() -> Response:
-        ready = services.fleet.ready_models()
+        ready = services.ready_models()
         status = "draining" if services.gate.draining else "ok" if ready else "no_workers"
         return JSONResponse({"status": status, "models": ready}, status_code=200 if status == "ok" else 503)
 

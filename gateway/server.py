@@ -12,20 +12,20 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from gateway.app import create_app
 from gateway.classes import PolicySource
 from gateway.config import GatewayConfig, is_loopback
-from gateway.edge import Gate, LogLine
+from gateway.edge import LogLine
 from gateway.errors import ConfigError
 from gateway.fleet import Fleet
+from gateway.routes import Services
 from gateway.tenants import KeyRing
 
 BACKLOG = 1024
@@ -40,11 +40,9 @@ WAITING_S = 10.0
 class DrainingServer(uvicorn.Server):
     """uvicorn that tells the gate when it begins to stop, and the log when the gateway can serve."""
 
-    def __init__(self, config: uvicorn.Config, *, gate: Gate, fleet: Fleet, log: LogLine, url: str, note: str) -> None:
+    def __init__(self, config: uvicorn.Config, *, services: Services, url: str, note: str) -> None:
         super().__init__(config)
-        self._gate = gate
-        self._fleet = fleet
-        self._log = log
+        self._services = services
         self._url = url
         self._note = note
         self._announcer: asyncio.Task[None] | None = None
@@ -57,23 +55,23 @@ class DrainingServer(uvicorn.Server):
         if self._announcer is not None:
             self._announcer.cancel()
         await super().shutdown(sockets)
-        self._log({"event": "gateway stopped"})
+        self._services.log({"event": "gateway stopped"})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._gate.draining = True
+        self._services.gate.draining = True
         super().handle_exit(sig, frame)
 
     async def _announce(self) -> None:
         """One line when a model can be served; before that, one line if it takes long."""
         loop = asyncio.get_running_loop()
         began_s, told = loop.time(), False
-        while not (models := self._fleet.ready_models()):
+        while not (models := self._services.ready_models()):
             if not told and loop.time() - began_s > WAITING_S:
-                missing = [worker.url for worker in self._fleet.workers if not worker.usable]
-                self._log({"event": "gateway waits for workers", "url": self._url, "missing": missing})
+                missing = [worker.url for worker in self._services.fleet.workers if not worker.usable]
+                self._services.log({"event": "gateway waits for workers", "url": self._url, "missing": missing})
                 told = True
             await asyncio.sleep(0.1)
-        self._log({"event": "gateway healthy", "url": self._url, "models": models, "access": self._note})
+        self._services.log({"event": "gateway healthy", "url": self._url, "models": models, "access": self._note})
 
 
 def serve(
@@ -82,7 +80,7 @@ def serve(
     keys: KeyRing | None,
     policy: PolicySource | None,
     worker_token: str | None,
-    now_s: Any,
+    now_s: Callable[[], float],
     log: LogLine,
 ) -> None:
     """Run until a signal. Raises ConfigError when the address cannot be used."""
@@ -94,8 +92,7 @@ def serve(
         now_s=now_s,
         poll_s=config.poll_s,
     )
-    gate = Gate(config.requests_max, config.tenant_requests_max)
-    app = create_app(config, fleet, keys=keys, policy=policy, gate=gate, log=log, now_s=now_s)
+    app = create_app(config, fleet, keys=keys, policy=policy, log=log, now_s=now_s)
     listener = _listen(*config.address)
     url = _url(listener)
     note = f"{len(keys)} API keys" if keys is not None else "no API keys: loopback only"
@@ -111,7 +108,7 @@ def serve(
         limit_concurrency=CONNECTIONS_MAX,
         ws="none",
     )
-    server = DrainingServer(settings, gate=gate, fleet=fleet, log=log, url=url, note=note)
+    server = DrainingServer(settings, services=app.state.services, url=url, note=note)
     with listener, _endpoints(config.data, url), _quiet_signals():
         server.run(sockets=[listener])
 

@@ -170,6 +170,10 @@ class Tokenizers:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._by_directory: dict[str, ModelTokenizer] = {}
 
+    def loaded(self, directory: str) -> bool:
+        """Whether a request would not have to wait for the files to be read."""
+        return directory in self._by_directory
+
     async def get(self, directory: str) -> ModelTokenizer:
         """The tokenizer of a model directory, loaded at first use. Raises NoCapacity when it cannot be read."""
         known = self._by_directory.get(directory)
