@@ -154,7 +154,7 @@ def run_script(service: Service, model: str) -> Outcome:
     """Both rounds, with the kill between them."""
     state = service.wait_healthy(START_S_MAX)
     children = state["children"]
-    url = f"http://{children['gateway']['endpoints']['listen']}"
+    url = str(children["gateway"]["endpoints"]["url"])
     with httpx.Client(base_url=url, timeout=REQUEST_S_MAX) as client:
         name = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         conversation = Conversation(kind_of_model(model), name, f"demo-{secrets.token_hex(6)}", shipped_document())

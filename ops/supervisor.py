@@ -267,12 +267,12 @@ class Supervisor:
         return True
 
     def _show_progress(self, child: Child, data: bytes) -> None:
-        """While a child starts, what it prints for people (anything but JSON lines) is shown: a model takes a while."""
+        """While a child starts, the operator sees what it prints for people: a model takes a while."""
         *lines, child.partial = (child.partial + data).replace(b"\r", b"\n").split(b"\n")
         child.partial = child.partial[-LINE_BYTES_MAX:]
         for line in lines:
-            text = line.decode(errors="replace").strip()
-            if text and not text.startswith("{"):
+            text = text_for_people(line.decode(errors="replace").strip())
+            if text:
                 self._say(f"{child.spec.name}: {text[:200]}")
 
     def _close_output(self, child: Child) -> None:
@@ -355,6 +355,17 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def text_for_people(line: str) -> str:
+    """A plain line as it is, the message of a progress record, nothing of any other record (those are for the log)."""
+    if not line.startswith("{"):
+        return line
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line
+    return str(record.get("message", "")) if record.get("event") == "progress" else ""
 
 
 def describe_exit(returncode: int) -> str:

@@ -32,6 +32,8 @@ STORE_START_S_MAX = 120.0
 WORKER_START_S_MAX = 900.0
 """The first start converts a model."""
 GATEWAY_START_S_MAX = 120.0
+DRAIN_S = 12
+"""Time of a worker or the gateway for requests in flight; less than the supervisor's patience."""
 UNIX_PATH_BYTES_MAX = 100
 """A Unix socket's path is at most 107 bytes on Linux."""
 
@@ -157,7 +159,7 @@ def worker_spec(config: UpConfig, role: str, listen: str) -> ChildSpec:
         return reprise(
             "worker", "--role", role, "--model", config.model, "--data", str(data),
             "--store", f"unix:{needed['store']['unix']}",
-            "--listen", same_port(listen, (own or {}).get("listen")),
+            "--listen", same_port(listen, listen_of(own)), "--drain", f"{DRAIN_S}s",
             *option("--dtype", config.dtype), *option("--fidelity", config.fidelity),
             *option("--replay-windows", config.replay_windows), *option("--kv-memory", config.kv_memory),
             *option("--threads", str(config.threads or "")), *config.worker_options,
@@ -180,7 +182,8 @@ def gateway_spec(config: UpConfig) -> ChildSpec:
     def command(needed: Mapping[str, Endpoints], own: Endpoints | None) -> list[str]:
         return reprise(
             "gateway", "--prefill", http_url(needed["prefill"]), "--decode", http_url(needed["decode"]),
-            "--listen", same_port(config.listen, (own or {}).get("listen")), "--data", str(data),
+            "--store", f"unix:{needed['store']['unix']}",  # the policy's class names
+            "--listen", same_port(config.listen, listen_of(own)), "--data", str(data), "--drain-s", str(DRAIN_S),
             *option("--keys", config.keys), *config.gateway_options,
         )  # fmt: skip
 
@@ -190,7 +193,7 @@ def gateway_spec(config: UpConfig) -> ChildSpec:
         command=command,
         health_url=lambda endpoints: f"{http_url(endpoints)}/healthz",
         describe=http_url,
-        depends_on=("prefill", "decode"),
+        depends_on=("store", "prefill", "decode"),
         start_s_max=GATEWAY_START_S_MAX,
     )
 
@@ -201,7 +204,12 @@ def option(flag: str, value: str) -> list[str]:
 
 def http_url(endpoints: Endpoints) -> str:
     """Where a worker or the gateway answers."""
-    return f"http://{endpoints['listen']}"
+    return str(endpoints.get("url") or f"http://{endpoints['listen']}")
+
+
+def listen_of(endpoints: Endpoints | None) -> str | None:
+    """HOST:PORT of an earlier start, or None before the first."""
+    return http_url(endpoints).removeprefix("http://") if endpoints else None
 
 
 def specs(config: UpConfig) -> list[ChildSpec]:

@@ -17,14 +17,14 @@ from tests.support.checkpoints import checkpoint
 from tests.support.stack import Stack, running_stack
 
 OFF = {"x-reprise-cache": "off"}
-DOCUMENT = " ".join(f"Article {number} says that shard {number * 7 % 31} keeps block {number * 13}." for number in range(24))
+DOCUMENT = " ".join(f"Article {number} says: shard {number * 7 % 31} keeps block {number * 13}." for number in range(26))
 KEYS = """
-[[key]]
+[[keys]]
 key = "key-of-alice-0001"
 tenant = "alice"
 class = "chat"
 
-[[key]]
+[[keys]]
 key = "key-of-bob-000002"
 tenant = "bob"
 class = "agent"

@@ -81,7 +81,7 @@ class Stack:
 
     @property
     def url(self) -> str:
-        return f"http://{self.child('gateway')['endpoints']['listen']}"
+        return str(self.child("gateway")["endpoints"]["url"])
 
     @property
     def store(self) -> str:

@@ -32,6 +32,7 @@ import http.server, json, os, pathlib, sys, threading
 data, port, mode = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 print("loading 50 %", flush=True)
 print('{"event": "noise"}', flush=True)
+print('{"event": "progress", "message": "half way"}', flush=True)
 if mode == "broken":
     sys.exit("wrong option")
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -129,11 +130,12 @@ def test_a_child_that_never_gets_healthy_is_given_up_with_its_log(tmp_path: Path
 
 
 def test_progress_of_a_starting_child_is_shown_but_not_its_records(tmp_path: Path) -> None:
-    """Lines for people reach the operator while a child starts, JSON lines only the log."""
+    """Lines and progress records reach the operator while a child starts, other records only the log."""
     running = Running(tmp_path, make_child(tmp_path, "one"))
     running.until(running.all_healthy)
     running.supervisor._stop_all()
     assert "one: loading 50 %" in running.said
+    assert "one: half way" in running.said
     assert not any("noise" in line for line in running.said)
     assert '{"event": "noise"}' in (tmp_path / "logs" / "one.log").read_text()
 
