@@ -333,9 +333,8 @@ def _change_lines(
 
 
 def _sweep_again_and_again(session: Session, every_s: int, *, apply: bool) -> None:
-    facts = session.facts()
-
     def tell(latest: SweepReport) -> None:
+        facts = session.facts()
         line = f"sweep: {report.effect_line(latest.effect)}" if latest.effect else f"sweep failed: {latest.error}"
         session.show(report.sweep_json(latest, facts), line)
         for failed in report.failed_lines(latest.effect.nodes_failed if latest.effect else None):

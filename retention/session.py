@@ -23,6 +23,7 @@ from kvstore.traffic import ClassRules
 from kvstore.units import parse_seconds
 from retention import report
 from retention.errors import NothingMatched, RetentionError
+from retention.policy import load_class_rules
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -56,16 +57,14 @@ class Session:
     as_json: bool
 
     def facts(self, rules: ClassRules | None = None) -> report.Facts:
-        """Names to show things with. Spaces are shown by their ids alone while a node is down."""
-        if rules is None:
-            rules = self.store.policy(deadline_s=self.deadline_s).rules
+        """Names to show things with. While a node is down, spaces go by their ids, classes by the default names."""
         try:
-            spaces = self.store.spaces(deadline_s=self.deadline_s)
+            known = rules or self.store.policy(deadline_s=self.deadline_s).rules
+            return report.Facts(known, self.store.spaces(deadline_s=self.deadline_s))
         except StoreError as error:
             if not error.retryable:
                 raise
-            spaces = {}
-        return report.Facts(rules, spaces)
+        return report.Facts(rules or load_class_rules(None)[0], {})
 
     def show(self, document: Any, *renderables: Any) -> None:
         """The document as JSON, or the renderables for people."""
