@@ -1,0 +1,276 @@
+"""``reprise store``: serve, stat, fsck, explain.
+
+Owns the command line. Does not know what a policy means: the loader of one is handed in. Exit codes: 0 done, 1 the
+operation failed or found something, 2 wrong usage or configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvstore import limits
+from kvstore.client import StoreClient
+from kvstore.config import ADMIN_DEFAULT, LISTEN_DEFAULT, load_config, read_token
+from kvstore.errors import StoreError
+from kvstore.explain import Access, Explanation, explain, read_access
+from kvstore.keys import Space, SpaceId
+from kvstore.store import Sighting
+from kvstore.traffic import ClassRules
+from kvstore.units import format_bytes_short, parse_seconds
+
+LoadRules = Callable[[Path | None], tuple[ClassRules, str]]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+RECORD_BYTES_MAX = 256 * limits.KIB
+RECORDS_PER_REQUEST_MAX = 64
+
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Deadline = Annotated[str, typer.Option(help="How long to wait for a node.")]
+
+
+def build_app(load_rules: LoadRules) -> typer.Typer:
+    """The commands. ``load_rules``: from a policy file (None: the built-in policy) to class rules and their text."""
+    app = typer.Typer(
+        name="store",
+        help="Serve, inspect, check and explain a block store.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    _add_serve(app, load_rules)
+    app.command()(stat)
+    app.command()(fsck)
+    app.command("explain")(explain_request)
+    return app
+
+
+def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
+    @app.command()
+    def serve(
+        data: Annotated[list[Path] | None, typer.Option(help="Data directory; repeat for one shard a disk.")] = None,
+        capacity: Annotated[str | None, typer.Option(help="Physical bytes on disk in all, such as 20GiB.")] = None,
+        listen: Annotated[
+            str | None, typer.Option(help=f"HOST:PORT, port 0 for a free one, or off. [default: {LISTEN_DEFAULT}]")
+        ] = None,
+        unix: Annotated[Path | None, typer.Option(help="Unix socket. [default: DATA/store.sock]")] = None,
+        admin: Annotated[
+            str | None, typer.Option(help=f"HOST:PORT of health and metrics, or off. [default: {ADMIN_DEFAULT}]")
+        ] = None,
+        token_file: TokenFile = None,
+        policy: Annotated[Path | None, typer.Option(help="Retention policy (TOML) for a new store.")] = None,
+        segment_bytes: Annotated[
+            str | None, typer.Option(help="Size of a segment of a new store, such as 256MiB.")
+        ] = None,
+        state_pool: Annotated[str | None, typer.Option(help="Memory for states. [default: 512MiB]")] = None,
+        state_ttl: Annotated[str | None, typer.Option(help="How long a state lives. [default: 10m]")] = None,
+        sweep_every: Annotated[str | None, typer.Option(help="Pause between sweeps. [default: 5m]")] = None,
+        drain: Annotated[
+            str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
+        ] = None,
+        config: Annotated[Path | None, typer.Option(help="TOML file with these settings; options win.")] = None,
+    ) -> None:
+        """Run a store node until SIGTERM or Ctrl-C."""
+        given: dict[str, object] = {
+            "data": data or None,
+            "capacity": capacity,
+            "listen": listen,
+            "unix": unix,
+            "admin": admin,
+            "token_file": token_file,
+            "policy": policy,
+            "segment_bytes": segment_bytes,
+            "state_pool": state_pool,
+            "state_ttl": state_ttl,
+            "sweep_every": sweep_every,
+            "drain": drain,
+        }
+        from kvstore.daemon.process import run  # the daemon's packages, for the commands that need them
+
+        with reported():
+            settings = load_config(config, given)
+            token = read_token(settings.token_file)
+            rules, text = load_rules(settings.policy)
+            run(settings, rules, text, token)
+
+
+def stat(
+    addresses: Annotated[list[str], typer.Argument(metavar="ADDR...", help="unix:/path, host:port or [::1]:7071.")],
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    deadline: Deadline = "5s",
+) -> None:
+    """Show what nodes hold and count. Exit code 1 if one does not answer."""
+    with reported():
+        token, deadline_s = read_token(token_file), parse_seconds(deadline)
+        results = {address: _stats_of(address, token, deadline_s) for address in addresses}
+    if as_json:
+        print(json.dumps(results, indent=2))
+    else:
+        for address, stats in results.items():
+            _print_stats(address, stats)
+    if any("error" in stats for stats in results.values()):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _stats_of(address: str, token: str | None, deadline_s: float) -> dict[str, Any]:
+    client = StoreClient.connect([address], token=token)
+    try:
+        nodes: Mapping[str, dict[str, Any]] = client.stats(deadline_s=deadline_s)["nodes"]
+        return next(iter(nodes.values()))
+    except StoreError as error:
+        return {"error": str(error)}
+    finally:
+        client.close()
+
+
+def _print_stats(address: str, stats: Mapping[str, Any]) -> None:
+    console = Console()
+    if "error" in stats:
+        Console(stderr=True).print(f"{address}: {stats['error']}", markup=False, highlight=False)
+        return
+    table = Table(title=address, title_justify="left", show_header=False)
+    for name, value in stats.items():
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                table.add_row(f"{name} {str(key)[:16]}", _shown(name, inner))
+        else:
+            table.add_row(name, _shown(name, value))
+    console.print(table)
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and "bytes" in name:
+        return format_bytes_short(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value)
+
+
+def fsck(
+    directory: Annotated[Path, typer.Argument(help="Data directory of a store that is not running.")],
+    repair: Annotated[bool, typer.Option(help="Drop bad records and rebuild the index.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check every record, the index and the bytes of a data directory. Exit code 1 if something was found."""
+    from kvstore.daemon.fsck import check  # the daemon's packages, for the commands that need them
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done}/{total} segments", end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+    with reported():
+        report = check(directory, repair=repair, progress=progress)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print(report.to_text())
+    if not report.clean:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def explain_request(
+    request_id: Annotated[str, typer.Argument(help="As in the response's x-request-id.")],
+    log: Annotated[list[Path], typer.Option(help="Access log of a worker; repeat for several.")],
+    store: Annotated[
+        list[str] | None, typer.Option(envvar="REPRISE_STORE", help="Store node; repeat for all nodes.")
+    ] = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    deadline: Deadline = "5s",
+) -> None:
+    """Say which block of a request was the first miss, and why."""
+    with reported():
+        records = [read_access(row) for path in log for row in records_of(path, request_id)]
+        if not records:
+            print(
+                f"no record of {request_id} in {', '.join(map(str, log))}: forgotten, or another log", file=sys.stderr
+            )
+            raise typer.Exit(EXIT_FAILED)
+        token, deadline_s = read_token(token_file), parse_seconds(deadline)
+        explanations = _explain_all(records, store or [], token, deadline_s)
+    if as_json:
+        print(json.dumps([item.to_json() for item in explanations], indent=2))
+        return
+    for item in explanations:
+        print(f"{item.request_id} ({item.role}): {item.hit_tokens} of {item.prompt_tokens} prompt tokens reused")
+        print(f"  {item.cause}: {item.sentence}")
+        for other in item.other_spaces:
+            print(f"  space {other.space_id.hex()[:16]} differs in: {', '.join(other.fields) or 'unknown'}")
+
+
+def _explain_all(
+    records: Sequence[Access], stores: Sequence[str], token: str | None, deadline_s: float
+) -> list[Explanation]:
+    """Ask the stores about every first miss; a store that does not answer is said, and the records alone must do."""
+    sightings: dict[int, Sighting] = {}
+    spaces: dict[SpaceId, Space] = {}
+    if stores:
+        client = StoreClient.connect(stores, token=token)
+        try:
+            for at, access in enumerate(records):
+                if access.first_miss is not None:
+                    seen = client.sight(access.space_id, [access.first_miss.name], deadline_s=deadline_s)
+                    sightings[at] = seen[0]
+            if any(sighting.other_spaces for sighting in sightings.values()):
+                spaces = client.spaces(deadline_s=deadline_s)
+        except StoreError as error:
+            print(f"the store was not asked for more: {error}", file=sys.stderr)
+        finally:
+            client.close()
+    return [explain(access, sightings.get(at), spaces) for at, access in enumerate(records)]
+
+
+def records_of(path: Path, request_id: str) -> Iterator[dict[str, Any]]:
+    """The latest records of a request in an access log and its rotated predecessor; damaged lines are passed over.
+
+    Raises ValueError if neither file can be read.
+    """
+    wanted = json.dumps(request_id).encode()
+    found: deque[dict[str, Any]] = deque(maxlen=RECORDS_PER_REQUEST_MAX)
+    readable = False
+    for part in (path.with_name(path.name + ".1"), path):
+        try:
+            with part.open("rb") as file:
+                readable = True
+                while line := file.readline(RECORD_BYTES_MAX):
+                    if wanted in line and (row := _record(line)) is not None and row.get("request_id") == request_id:
+                        found.append(row)
+        except OSError as error:
+            if part == path and not readable:
+                raise ValueError(f"cannot read the access log {path}: {error.strerror}") from error
+    return iter(found)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """One line for what went wrong, and its exit code."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"reprise store: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from error
+    except (StoreError, OSError) as error:
+        print(f"reprise store: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED) from error

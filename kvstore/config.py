@@ -1,0 +1,187 @@
+"""What one daemon process is told: a frozen config from a TOML file and the command line.
+
+Owns the names, defaults and checks of every setting. Does not know how they are used. Invariants: unknown keys are
+errors; sizes and durations carry units; listening beyond this machine without a token is refused.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore import limits
+from kvstore.framing import is_loopback, parse_address
+from kvstore.units import parse_bytes, parse_seconds
+
+CONFIG_BYTES_MAX = 256 * limits.KIB
+TOKEN_BYTES_MIN = 16
+TOKEN_BYTES_MAX = 4 * limits.KIB
+LISTEN_DEFAULT = "127.0.0.1:7071"
+ADMIN_DEFAULT = "127.0.0.1:7072"
+OFF = "off"
+"""As an address: do not listen there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Settings of one daemon.
+
+    ``capacity_bytes``: physical bytes on disk over all data directories. ``listen`` and ``admin``: HOST:PORT, port 0
+    for a free one, or "off". ``unix``: path of the Unix socket, or None for DATA/store.sock. ``policy``: used when the
+    store is made; later changes go through ``reprise retention policy set``. ``segment_bytes`` None: by the capacity.
+    """
+
+    data: tuple[Path, ...]
+    capacity_bytes: int
+    listen: str = LISTEN_DEFAULT
+    unix: Path | None = None
+    admin: str = ADMIN_DEFAULT
+    token_file: Path | None = None
+    policy: Path | None = None
+    segment_bytes: int | None = None
+    state_pool_bytes: int = limits.STATE_POOL_BYTES_DEFAULT
+    state_ttl_s: float = limits.STATE_TTL_S_DEFAULT
+    sweep_every_s: float = 300.0
+    drain_s: float = limits.DRAIN_S
+    connections_max: int = limits.CONNECTIONS_MAX
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("say where blocks lie: --data DIR")
+        if len({path.absolute() for path in self.data}) != len(self.data):
+            raise ValueError("a data directory is named twice")
+        if self.capacity_bytes < limits.CAPACITY_BYTES_MIN * len(self.data):
+            raise ValueError(f"capacity {self.capacity_bytes} bytes is less than 8 MiB a data directory")
+        if not 1 <= self.connections_max <= 65_536:
+            raise ValueError(f"connections_max {self.connections_max} is outside 1..65536")
+        for name, seconds in (("state_ttl", self.state_ttl_s), ("sweep_every", self.sweep_every_s)):
+            if not 0.0 < seconds <= 366 * 86_400:
+                raise ValueError(f"{name} must be more than zero and at most a year")
+        if not 0.0 <= self.drain_s <= 3600.0:
+            raise ValueError("drain must be at most an hour")
+        for option, address in (("--listen", self.listen), ("--admin", self.admin)):
+            host = host_and_port(address)
+            if host is not None and not is_loopback(host[0]) and self.token_file is None:
+                raise ValueError(
+                    f"{option} {address} is reachable from other machines, and anyone there could read and write every "
+                    "block: give --token-file FILE, or listen on 127.0.0.1"
+                )
+
+    @property
+    def unix_path(self) -> Path:
+        return self.unix if self.unix is not None else self.data[0].absolute() / "store.sock"
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Host and port of an address to listen on; None for "off". Raises ValueError for anything else."""
+    if address == OFF:
+        return None
+    parsed = parse_address(address)
+    if parsed.path or parsed.name != address:
+        raise ValueError(f"{address!r} is not HOST:PORT: give the Unix socket's path with --unix")
+    return parsed.host, parsed.port
+
+
+def _paths(value: object) -> tuple[Path, ...]:
+    rows = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(_path(row) for row in rows)
+
+
+def _path(value: object) -> Path:
+    if isinstance(value, Path):
+        return value
+    return Path(_text(value))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is not a text in quotes")
+    return value
+
+
+def _bytes(value: object) -> int:
+    return parse_bytes(_text(value))
+
+
+def _seconds(value: object) -> float:
+    return parse_seconds(_text(value))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
+    "data": ("data", _paths),
+    "capacity": ("capacity_bytes", _bytes),
+    "listen": ("listen", _text),
+    "unix": ("unix", _path),
+    "admin": ("admin", _text),
+    "token_file": ("token_file", _path),
+    "policy": ("policy", _path),
+    "segment_bytes": ("segment_bytes", _bytes),
+    "state_pool": ("state_pool_bytes", _bytes),
+    "state_ttl": ("state_ttl_s", _seconds),
+    "sweep_every": ("sweep_every_s", _seconds),
+    "drain": ("drain_s", _seconds),
+    "connections_max": ("connections_max", _count),
+}
+"""Key in the TOML file (and option of the command line) -> field, and how its value is read."""
+
+
+def load_config(path: Path | None, given: Mapping[str, object]) -> StoreConfig:
+    """The file's settings, and over them those given on the command line (None: not given).
+
+    Raises ValueError that names the file or option, and what is wrong.
+    """
+    values: dict[str, Any] = {}
+    for origin, settings in ((str(path), _read_toml(path)), ("", given)):
+        for key, value in settings.items():
+            if value is None:
+                continue
+            if key not in SETTINGS:
+                raise ValueError(f"{origin}: unknown key {key!r}; known are {', '.join(SETTINGS)}")
+            name, read = SETTINGS[key]
+            try:
+                values[name] = read(value)
+            except ValueError as error:
+                option = "--" + key.replace("_", "-")
+                raise ValueError(f"{origin}: {key}: {error}" if origin else f"{option}: {error}") from error
+    for key in ("data", "capacity"):
+        if SETTINGS[key][0] not in values:
+            example = "--data DIR" if key == "data" else "--capacity 20GiB"
+            raise ValueError(f"{key} is missing: give {example}, or {key} in the file of --config")
+    return StoreConfig(**values)
+
+
+def _read_toml(path: Path | None) -> Mapping[str, object]:
+    if path is None:
+        return {}
+    try:
+        if path.stat().st_size > CONFIG_BYTES_MAX:
+            raise ValueError(f"{path} is larger than {CONFIG_BYTES_MAX} bytes: is it a config file?")
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"cannot read the config {path}: {error}") from error
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, without the line end. Raises ValueError for a file that cannot be one."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            token = file.read(TOKEN_BYTES_MAX + 1).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the token file {path} cannot be read: {error}") from error
+    if not TOKEN_BYTES_MIN <= len(token.encode()) <= TOKEN_BYTES_MAX:
+        raise ValueError(
+            f"the token file {path} must hold {TOKEN_BYTES_MIN}..{TOKEN_BYTES_MAX} bytes; "
+            f"make one with: head -c 32 /dev/urandom | base64 > {path}"
+        )
+    return token

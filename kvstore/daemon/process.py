@@ -1,0 +1,112 @@
+"""One daemon process: node, data plane, admin endpoint, signals.
+
+Owns the order of starting and stopping. Does not know what any part does. Invariants: ``endpoints.json`` exists only
+while the daemon serves; SIGTERM and SIGINT stop accepting, let requests in flight finish, close the node, and exit 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from kvstore.config import StoreConfig, host_and_port
+from kvstore.daemon.admin import AdminServer, create_app
+from kvstore.daemon.metrics import ServerMetrics, StatsCollector
+from kvstore.daemon.node import Node, NodeConfig
+from kvstore.daemon.server import Server, ServerConfig
+from kvstore.store import SystemClock
+from kvstore.traffic import ClassRules
+
+ENDPOINTS_FILE = "endpoints.json"
+
+log = logging.getLogger("kvstore.daemon")
+
+
+def run(config: StoreConfig, rules: ClassRules, policy_text: str, token: str | None) -> None:
+    """Serve until a signal comes. Raises StoreError, ValueError or OSError if the daemon cannot start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    began_s = time.monotonic()
+    with ExitStack() as parts:
+        node = Node.open(_node_config(config), SystemClock(), rules, policy_text)
+        parts.callback(node.close)
+        if stop.is_set():
+            return
+        metrics = ServerMetrics()
+        metrics.registry.register(StatsCollector(node.stats))
+        server = Server.start(_server_config(config, token), node, metrics)
+        parts.callback(server.stop, config.drain_s)
+        admin = _start_admin(config, node, metrics, stop, token)
+        if admin is not None:
+            parts.callback(admin.stop)
+        path = config.data[0] / ENDPOINTS_FILE
+        endpoints = _endpoints(config, server, admin)
+        write_endpoints(path, endpoints)
+        parts.callback(path.unlink, missing_ok=True)
+        ready = {"event": "store_ready", **endpoints, "blocks": node.stats().get("blocks", 0)}
+        print(json.dumps({**ready, "started_s": round(time.monotonic() - began_s, 3)}), flush=True)
+        stop.wait()
+        log.info("draining for at most %.0f s", config.drain_s)
+    print(json.dumps({"event": "store_stopped"}), flush=True)
+
+
+def _node_config(config: StoreConfig) -> NodeConfig:
+    return NodeConfig(
+        data_dirs=config.data,
+        capacity_bytes=config.capacity_bytes,
+        segment_bytes=config.segment_bytes,
+        state_pool_bytes=config.state_pool_bytes,
+        state_ttl_s=config.state_ttl_s,
+        sweep_every_s=config.sweep_every_s,
+    )
+
+
+def _server_config(config: StoreConfig, token: str | None) -> ServerConfig:
+    return ServerConfig(
+        name=f"{os.uname().nodename}:{config.data[0].name}",
+        tcp=host_and_port(config.listen),
+        unix_path=config.unix_path,
+        token=(token or "").encode(),
+        connections_max=config.connections_max,
+    )
+
+
+def _start_admin(
+    config: StoreConfig, node: Node, metrics: ServerMetrics, stop: threading.Event, token: str | None
+) -> AdminServer | None:
+    address = host_and_port(config.admin)
+    if address is None:
+        return None
+    app = create_app(node.stats, metrics.registry, lambda: not stop.is_set(), (token or "").encode())
+    return AdminServer.start(app, *address)
+
+
+def _endpoints(config: StoreConfig, server: Server, admin: AdminServer | None) -> dict[str, object]:
+    """What others need to find this daemon; addresses with the ports that were really taken."""
+    tcp = next((address for address in server.addresses if not address.startswith("unix:")), None)
+    return {
+        "pid": os.getpid(),
+        "listen": tcp,
+        "unix": str(config.unix_path),
+        "admin": admin.address if admin is not None else None,
+    }
+
+
+def write_endpoints(path: Path, endpoints: dict[str, object]) -> None:
+    """Appear whole or not at all: somebody waits for this file."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(endpoints) + "\n")
+    draft.replace(path)
