@@ -388,6 +388,9 @@ class MemoryStore:
             found = [
                 key for key in dict.fromkeys(keys) if key in self._blocks and self._blocks[key].space_id == space_id
             ]
+            gone = frozenset(keys)
+            for state_key in [key for key, state in self._states.items() if state.name.parent in gone]:
+                del self._states[state_key]
             for key in found:
                 self._remove(key, Presence.PURGED)
             self._counts["purged"] += len(found)
