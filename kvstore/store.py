@@ -282,7 +282,7 @@ class Store(Protocol):
         """Every registered space."""
 
     def delete(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = ...) -> int:
-        """Purge blocks by key, and the states under them; gone for good when acknowledged. Returns how many were there."""
+        """Purge blocks by key, and states under them; gone for good when acknowledged. Returns how many were there."""
 
     def delete_space(self, space_id: SpaceId, *, deadline_s: float = ...) -> int:
         """Purge every block and state of a space. Returns the number of blocks."""

@@ -389,7 +389,10 @@ class MemoryStore:
                 key for key in dict.fromkeys(keys) if key in self._blocks and self._blocks[key].space_id == space_id
             ]
             gone = frozenset(keys)
-            for state_key in [key for key, state in self._states.items() if state.name.parent in gone]:
+            under = [
+                key for key, state in self._states.items() if state.space_id == space_id and state.name.parent in gone
+            ]
+            for state_key in under:
                 del self._states[state_key]
             for key in found:
                 self._remove(key, Presence.PURGED)
