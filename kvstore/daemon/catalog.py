@@ -1,0 +1,139 @@
+"""The catalog: what operators said and nothing else can tell again: the policy in force, registered spaces, pins.
+
+Owns one small file, replaced as a whole. Does not know blocks. Invariants: a reader sees the old catalog or the new one,
+also after power loss; a catalog that fails its checksum stops the daemon instead of silently forgetting a policy or a pin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvstore.daemon.files import write_atomically
+from kvstore.daemon.record import checksum_of
+from kvstore.errors import Overloaded, VolumeError, VolumeFormat
+from kvstore.keys import BlockKey, Space, SpaceId, decode_space, encode_space, space_id
+from kvstore.limits import SPACES_MAX
+from kvstore.store import Pin, Policy
+from kvstore.traffic import ClassRules
+
+CATALOG_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogContent:
+    """All of it. One pin a block, by (space id, key)."""
+
+    policy: Policy
+    spaces: Mapping[SpaceId, Space] = field(default_factory=dict)
+    pins: Mapping[tuple[SpaceId, BlockKey], Pin] = field(default_factory=dict)
+
+
+class Catalog:
+    """The file and its present content. One writer at a time; ``content`` is replaced, never changed."""
+
+    def __init__(self, path: Path, budget_bytes: int, content: CatalogContent) -> None:
+        self._path = path
+        self._budget_bytes = budget_bytes
+        self.content = content
+
+    @classmethod
+    def open(cls, path: Path, budget_bytes: int, initial: Policy | None) -> Catalog:
+        """Read the catalog, or begin one with the initial policy. A stored policy wins over the initial one.
+
+        Raises VolumeError if there is neither, or the file is damaged.
+        """
+        try:
+            content = decode_catalog(path.read_bytes())
+        except FileNotFoundError:
+            if initial is None:
+                raise VolumeError(f"{path} does not exist and no class rules were given") from None
+            catalog = cls(path, budget_bytes, CatalogContent(initial))
+            catalog.save(catalog.content)
+            return catalog
+        except OSError as error:
+            raise VolumeError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise VolumeError(
+                f"{path} is damaged ({error}); `reprise store fsck --repair` sets it aside, and policy and pins must then "
+                "be given again"
+            ) from error
+        return cls(path, budget_bytes, content)
+
+    def save(self, content: CatalogContent) -> None:
+        """Make this the content, durably. Raises Overloaded if it would not fit its share of the capacity."""
+        data = encode_catalog(content)
+        if len(data) > self._budget_bytes // 2 or len(content.spaces) > SPACES_MAX:
+            raise Overloaded(
+                f"the catalog is full ({len(content.spaces)} spaces, {len(content.pins)} pins): purge spaces, unpin, or raise "
+                "the capacity",
+                retry_after_s=60.0,
+            )
+        try:
+            write_atomically(self._path, data)
+        except OSError as error:
+            raise VolumeError(f"{self._path} cannot be written: {error.strerror}") from error
+        self.content = content
+
+    def update(self, **changes: Any) -> None:
+        """Save the content with some fields replaced."""
+        self.save(replace(self.content, **changes))
+
+
+def encode_catalog(content: CatalogContent) -> bytes:
+    """A line with version and checksum, then the content as JSON."""
+    body = json.dumps(
+        {
+            "policy": {
+                "version": content.policy.version,
+                "rules": content.policy.rules.to_json(),
+                "text": content.policy.text,
+            },
+            "spaces": [encode_space(space).hex() for space in content.spaces.values()],
+            "pins": [
+                {
+                    "space": pin.space_id.hex(),
+                    "key": pin.key.hex(),
+                    "owner": pin.owner,
+                    "reason": pin.reason,
+                    "until_s": pin.until_s,
+                }
+                for pin in content.pins.values()
+            ],
+        },
+        indent=1,
+    ).encode()
+    head = {"catalog": CATALOG_VERSION, "xxh3_64": f"{checksum_of(body):016x}"}
+    return json.dumps(head).encode() + b"\n" + body + b"\n"
+
+
+def decode_catalog(data: bytes) -> CatalogContent:
+    """Inverse of ``encode_catalog``. Raises ValueError, KeyError or TypeError; VolumeFormat for another version."""
+    first, _, body = data.partition(b"\n")
+    head = json.loads(first)
+    if head["catalog"] != CATALOG_VERSION:
+        raise VolumeFormat(f"the catalog has version {head['catalog']}, this program reads {CATALOG_VERSION}")
+    body = body.removesuffix(b"\n")
+    if head["xxh3_64"] != f"{checksum_of(body):016x}":
+        raise ValueError("its checksum differs")
+    content = json.loads(body)
+    policy = content["policy"]
+    spaces = [decode_space(bytes.fromhex(text)) for text in content["spaces"]]
+    pins = [
+        Pin(
+            SpaceId(bytes.fromhex(row["space"])),
+            BlockKey(bytes.fromhex(row["key"])),
+            row["owner"],
+            row["reason"],
+            row["until_s"],
+        )
+        for row in content["pins"]
+    ]
+    return CatalogContent(
+        policy=Policy(policy["version"], ClassRules.from_json(policy["rules"]), policy["text"]),
+        spaces={space_id(space): space for space in spaces},
+        pins={(pin.space_id, pin.key): pin for pin in pins},
+    )

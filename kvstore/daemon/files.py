@@ -1,0 +1,134 @@
+"""File operations of the daemon: the one seam between the store and the operating system.
+
+Owns the retry of short reads and writes, and nothing else. Does not know what the bytes mean. Tests pass a subclass that
+injects ENOSPC, EIO and short transfers. Invariant: a write that returns has handed every byte to the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.store import Buffer
+
+IOV_MAX = 1000
+"""Buffers in one gather write; Linux allows 1024."""
+
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class Files:
+    """Positional file I/O. Every method raises OSError as the kernel says it."""
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL if create else flags, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def read_into(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Fill the buffers in order from ``offset``; returns the bytes read, fewer only at the end of the file."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        done = 0
+        while views:
+            count = self.preadv(fd, views[:IOV_MAX], offset + done)
+            if count == 0:
+                break
+            done += count
+            views = _advance(views, count)
+        return done
+
+    def read(self, fd: int, count: int, offset: int) -> bytes:
+        """Up to ``count`` bytes; fewer only at the end of the file."""
+        buffer = bytearray(count)
+        return bytes(buffer[: self.read_into(fd, [buffer], offset)])
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Write the buffers one after another at ``offset``; returns the bytes written: all of them."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        done = 0
+        while views:
+            count = self.pwritev(fd, views[:IOV_MAX], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the device accepted no bytes")
+            done += count
+            views = _advance(views, count)
+        return done
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, views, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def allocate(self, fd: int, count: int) -> bool:
+        """Reserve ``count`` bytes of disk for the file; False where the file system cannot (the file is extended only)."""
+        try:
+            os.posix_fallocate(fd, 0, count)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            os.ftruncate(fd, count)
+            return False
+        return True
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a small file as a whole: a reader, also after power loss, sees the old bytes or the new ones."""
+    temporary = path.with_name(path.name + ".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def disk_bytes(path: Path) -> int:
+    """Physical bytes of a file or a whole directory, as ``du`` counts them; names that vanish meanwhile count nothing."""
+    total = 0
+    try:
+        total += path.stat().st_blocks * 512
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                total += sum(disk_bytes(Path(entry.path)) for entry in entries)
+    except FileNotFoundError:
+        return total
+    return total
+
+
+def _advance(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after ``count`` bytes of them."""
+    while views and count >= len(views[0]):
+        count -= len(views[0])
+        views = views[1:]
+    if count:
+        views = [views[0][count:], *views[1:]]
+    return views

@@ -1,0 +1,341 @@
+"""The index: metadata of every stored block in RocksDB, a mirror on disk of the presence map.
+
+Owns the entry's bytes, the database and its disk budget. Does not know payloads, policy or deadlines: an entry keeps touches,
+and a deadline follows from touches and the rules in force. Invariants: the index is derived (segments rebuild it); each
+batch is atomic and carries the count of entries, so that a silent loss is found at the next load; its directory stays
+within the budget, because RocksDB's own files are compacted by rewriting and its log is cut.
+
+rocksdb-py holds the GIL during calls and has no synced write: batches are small, and durability comes from segments.
+Its iterators abort the process if they outlive their database: they never leave this module. The WAL survives kill -9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import rocksdbpy
+
+from kvstore.daemon.files import disk_bytes, sync_directory
+from kvstore.daemon.record import TOUCHES_MAX, RecordHeader
+from kvstore.keys import BlockKey
+from kvstore.limits import KEY_BYTES, KIB, MIB
+
+INDEX_VERSION = 1
+
+ENTRY_DTYPE = np.dtype(
+    [
+        ("segment", "<u4"),
+        ("tokens", "<u4"),
+        ("generation", "<u8"),
+        ("offset", "<u8"),
+        ("checksum", "<u8"),
+        ("written_s", "<i8"),
+        ("stored_bytes", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("index", "<u4"),
+        ("flags", "u1"),
+        ("codec", "u1"),
+        ("class_byte", "u1"),
+        ("reserved", "u1"),
+        ("digest", "<u8", (2,)),
+        ("parent", "<u8", (4,)),
+        ("space", "<u8", (4,)),
+        ("touch_s", "<u4", (TOUCHES_MAX,)),
+        ("touch_class", "u1", (TOUCHES_MAX,)),
+    ]
+)
+"""One index value, and one row of the presence map: the same bytes."""
+
+_ENTRY = struct.Struct(f"<IIQQQqIIIBBBB16s32s32s{TOUCHES_MAX}I{TOUCHES_MAX}B")
+ENTRY_BYTES = _ENTRY.size
+assert ENTRY_DTYPE.itemsize == ENTRY_BYTES
+
+_BLOCK, _TOMBSTONE, _EXTENT, _META = b"b", b"t", b"s", b"m"
+_COUNT_KEY = _META + b"count"
+_COUNT = struct.Struct("<QI")
+_EXTENT_VALUE = struct.Struct("<QQ")
+_TOMBSTONE_VALUE = struct.Struct("<BQ")
+_SPACE_AMPLIFICATION = 5
+"""Bytes on disk per byte of entry that the budget allows for: levels, WAL, and both copies during a compaction."""
+
+Rows = npt.NDArray[np.void]
+RocksError = rocksdbpy.RocksDBException
+
+
+class IndexDamaged(Exception):
+    """The database cannot be opened or contradicts itself. Never leaves the daemon: the index is rebuilt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How far the index knows a segment: records below ``end`` of this generation are in it."""
+
+    generation: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """Why (a ``Presence`` value) and when a block was removed."""
+
+    reason: int
+    when_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexBatch:
+    """One atomic change of the index."""
+
+    entries: Sequence[tuple[BlockKey, bytes]] = ()
+    removed: Sequence[BlockKey] = ()
+    extents: Mapping[int, Extent] = field(default_factory=dict)
+    tombstones: Mapping[BlockKey, Tombstone | None] = field(default_factory=dict)
+    """None forgets one."""
+    blocks: int = 0
+    """Entries that the index holds after this batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexContent:
+    """Everything that an index holds. ``rows[i]`` belongs to ``keys[i]``."""
+
+    keys: list[BlockKey]
+    rows: Rows
+    extents: dict[int, Extent]
+    tombstones: dict[BlockKey, Tombstone]
+
+
+def entry_of(header: RecordHeader) -> bytes:
+    """The index value that a record gives by itself."""
+    touches = header.touches[:TOUCHES_MAX]
+    blank = [0] * (TOUCHES_MAX - len(touches))
+    return _ENTRY.pack(
+        header.segment,
+        header.tokens,
+        header.generation,
+        header.offset,
+        header.checksum,
+        header.written_s,
+        header.stored_bytes,
+        header.payload_bytes,
+        header.index,
+        header.flags,
+        header.codec,
+        header.class_byte,
+        0,
+        header.token_digest,
+        header.parent,
+        header.space_id,
+        *(touch[1] for touch in touches),
+        *blank,
+        *(touch[0] for touch in touches),
+        *blank,
+    )
+
+
+def blocks_max(budget_bytes: int) -> int:
+    """Entries that fit an index of this budget."""
+    return budget_bytes // (_SPACE_AMPLIFICATION * (ENTRY_BYTES + KEY_BYTES + 16))
+
+
+class Index:
+    """The open database. Thread-safe. Raises IndexDamaged from ``open`` and ``load``, RocksError from writing."""
+
+    def __init__(self, path: Path, budget_bytes: int, database: rocksdbpy.RocksDB) -> None:
+        self._path = path
+        self._budget_bytes = budget_bytes
+        self._database = database
+        self._lock = threading.Lock()
+        self._unmeasured_bytes = 0
+        self.closed = False
+
+    @classmethod
+    def open(cls, path: Path, budget_bytes: int) -> Index:
+        """Open or create. An index that was being compacted when the process died is as it was before or after."""
+        spare = _spare(path)
+        if spare.exists() and not path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(spare, path)
+        shutil.rmtree(spare, ignore_errors=True)
+        shutil.rmtree(_fresh(path), ignore_errors=True)
+        index = cls(path, budget_bytes, _open_database(path, budget_bytes))
+        index._cut_logs()
+        return index
+
+    @staticmethod
+    def destroy(path: Path) -> None:
+        """Remove an index, to be rebuilt."""
+        for directory in (path, _spare(path), _fresh(path)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def load(self) -> IndexContent | None:
+        """The whole content; None for a new, empty index. Raises IndexDamaged if it is not what was last written."""
+        with self._lock:
+            try:
+                return self._load()
+            except RocksError as error:
+                raise IndexDamaged(f"the index cannot be read: {error}") from error
+
+    def write(self, batch: IndexBatch) -> None:
+        """Apply a batch. Raises RocksError; nothing of it is then applied."""
+        rocks = rocksdbpy.WriteBatch()
+        size = 0
+        for key, value in batch.entries:
+            rocks.add(_BLOCK + key, value)
+            size += ENTRY_BYTES
+        for key in batch.removed:
+            rocks.delete(_BLOCK + key)
+        for segment, extent in batch.extents.items():
+            rocks.add(_EXTENT + struct.pack(">I", segment), _EXTENT_VALUE.pack(extent.generation, extent.end))
+        for key, tombstone in batch.tombstones.items():
+            if tombstone is None:
+                rocks.delete(_TOMBSTONE + key)
+            else:
+                rocks.add(_TOMBSTONE + key, _TOMBSTONE_VALUE.pack(tombstone.reason, tombstone.when_s))
+        rocks.add(_COUNT_KEY, _COUNT.pack(batch.blocks, INDEX_VERSION))
+        size += 64 * (len(batch.removed) + len(batch.extents) + len(batch.tombstones) + 1)
+        with self._lock:
+            self._database.write(rocks)
+            self._unmeasured_bytes += size
+
+    def keys_after(self, cursor: bytes) -> Iterator[BlockKey]:
+        """Keys of entries beyond ``cursor``, ascending, read in pages, so that nothing is held between two of them."""
+        page = 512
+        while True:
+            keys = self._page_after(cursor, page)
+            yield from keys
+            if len(keys) < page:
+                return
+            cursor = keys[-1]
+
+    def compact_if_due(self, content: Iterable[IndexBatch]) -> bool:
+        """Once a share of the budget has been written, measure; if over half of it is used, rewrite from ``content``.
+
+        RocksDB's Python binding has no compaction call, and deleted entries and logs stay until levels merge.
+        """
+        with self._lock:
+            if self._unmeasured_bytes < self._budget_bytes // 16 and self._unmeasured_bytes < 16 * MIB:
+                return False
+            self._unmeasured_bytes = 0
+            self._cut_logs()
+            if disk_bytes(self._path) <= self._budget_bytes // 2:
+                return False
+        self.rewrite(content)
+        return True
+
+    def rewrite(self, content: Iterable[IndexBatch]) -> None:
+        """Replace the database by a fresh one with this content; a crash leaves the old or the new one."""
+        fresh, spare = _fresh(self._path), _spare(self._path)
+        shutil.rmtree(fresh, ignore_errors=True)
+        rewritten = Index(fresh, self._budget_bytes, _open_database(fresh, self._budget_bytes))
+        try:
+            for batch in content:
+                rewritten.write(batch)
+        finally:
+            rewritten.close()
+        with self._lock:
+            self._database.close()
+            os.rename(self._path, spare)
+            os.rename(fresh, self._path)
+            sync_directory(self._path.parent)
+            shutil.rmtree(spare, ignore_errors=True)
+            self._database = _open_database(self._path, self._budget_bytes)
+
+    def disk_bytes(self) -> int:
+        return disk_bytes(self._path)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self._database.close()
+
+    def _load(self) -> IndexContent | None:
+        count = self._database.get(_COUNT_KEY)
+        keys: list[BlockKey] = []
+        values: list[bytes] = []
+        extents: dict[int, Extent] = {}
+        tombstones: dict[BlockKey, Tombstone] = {}
+        for key, value in _iterate(self._database, b""):
+            kind = key[:1]
+            if kind == _BLOCK and len(key) == 1 + KEY_BYTES and len(value) == ENTRY_BYTES:
+                keys.append(BlockKey(key[1:]))
+                values.append(value)
+            elif kind == _EXTENT:
+                extents[int.from_bytes(key[1:], "big")] = Extent(*_EXTENT_VALUE.unpack(value))
+            elif kind == _TOMBSTONE:
+                tombstones[BlockKey(key[1:])] = Tombstone(*_TOMBSTONE_VALUE.unpack(value))
+            elif kind != _META:
+                raise IndexDamaged("the index holds an entry of unknown form")
+        if count is None:
+            if keys or extents:
+                raise IndexDamaged("the index has lost its count of entries")
+            return None
+        blocks, version = _COUNT.unpack(count)
+        if version != INDEX_VERSION or blocks != len(keys):
+            raise IndexDamaged(f"the index should hold {blocks} entries of version {version} and holds {len(keys)}")
+        return IndexContent(keys, np.frombuffer(b"".join(values), dtype=ENTRY_DTYPE), extents, tombstones)
+
+    def _page_after(self, cursor: bytes, count: int) -> list[BlockKey]:
+        keys: list[BlockKey] = []
+        with self._lock:
+            for key, _ in _iterate(self._database, _BLOCK + cursor):
+                if key[:1] != _BLOCK or len(keys) == count:
+                    break
+                if key[1:] != cursor:
+                    keys.append(BlockKey(key[1:]))
+        return keys
+
+    def _cut_logs(self) -> None:
+        """RocksDB never rotates its human-readable log here (the binding has no option): keep it from growing."""
+        for entry in self._path.glob("LOG*"):
+            with contextlib.suppress(OSError):
+                if entry.name != "LOG":
+                    entry.unlink()
+                elif entry.stat().st_blocks * 512 > 128 * KIB:
+                    os.truncate(entry, 0)
+
+
+def _iterate(database: Any, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Pairs from ``begin`` on. Only ``next`` is used: the binding's ``len`` consumes the iterator."""
+    iterator = database.iterator(mode="from", key=begin, direction=1)
+    try:
+        while True:
+            try:
+                key, value = next(iterator)
+            except StopIteration:
+                return
+            yield key, value
+    finally:
+        iterator.close()
+
+
+def _open_database(path: Path, budget_bytes: int) -> rocksdbpy.RocksDB:
+    options: Any = rocksdbpy.Option()
+    options.create_if_missing(True)
+    options.set_write_buffer_size(min(max(budget_bytes // 32, 64 * KIB), 16 * MIB))
+    options.set_max_background_jobs(2)
+    options.set_max_open_files(64)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return rocksdbpy.open(str(path), options)
+    except (RocksError, OSError) as error:
+        raise IndexDamaged(f"the index cannot be opened: {error}") from error
+
+
+def _spare(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _fresh(path: Path) -> Path:
+    return path.with_name(path.name + ".new")

@@ -1,0 +1,196 @@
+"""What a shard holds: the presence map and the index, changed together under one lock, and the leases on segments.
+
+Owns that lock. Does not write records or choose victims. Invariants: memory and index agree after every method, or the index's
+count of entries betrays it at the next start and it is rebuilt; a place handed out keeps its segment from being recycled
+until it is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.daemon.index import Extent, Index, IndexBatch, RocksError, Tombstone
+from kvstore.daemon.presence import PresenceMap
+from kvstore.daemon.record import Mark, MarkReason
+from kvstore.daemon.segment import Segment
+from kvstore.daemon.segments import SegmentSet
+from kvstore.daemon.tallies import Counters
+from kvstore.keys import BlockKey, BlockName, SpaceId
+from kvstore.store import Presence
+
+log = logging.getLogger(__name__)
+_PAGE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block lies, as of the moment it was looked up."""
+
+    segment: Segment
+    generation: int
+    offset: int
+    stored_bytes: int
+    payload_bytes: int
+    codec: int
+    flags: int
+    checksum: int
+
+
+class Ledger:
+    """Thread-safe; ``lock`` is reentrant and held for microseconds (the index is written under it)."""
+
+    def __init__(self, segments: SegmentSet, presence: PresenceMap, index: Index, counters: Counters) -> None:
+        self.lock = threading.RLock()
+        self.segments = segments
+        self.presence = presence
+        self.index = index
+        self.counters = counters
+
+    @contextlib.contextmanager
+    def leased(self, space_id: SpaceId, name: BlockName, now_s: float) -> Iterator[Place | None]:
+        """The place of a block that may be served, leased meanwhile; None is a miss."""
+        place = self.take(space_id, name, now_s)
+        try:
+            yield place
+        finally:
+            if place is not None:
+                self.give_back(place)
+
+    def take(self, space_id: SpaceId, name: BlockName, now_s: float) -> Place | None:
+        """As ``leased``; the caller gives the place back."""
+        with self.lock:
+            slot = self.presence.slot(name.key)
+            if slot < 0 or not self.presence.is_alive(slot, now_s):
+                return None
+            if not self.presence.matches(slot, space_id, name.token_digest):
+                return None
+            place = self.place(slot)
+            if place is not None:
+                place.segment.leases += 1
+            return place
+
+    def give_back(self, place: Place) -> None:
+        with self.lock:
+            place.segment.leases -= 1
+
+    def place(self, slot: int) -> Place | None:
+        """Place of a row, unleased; None if its segment is gone."""
+        row = self.presence.rows[slot]
+        segment = self.segments.segments.get(int(row["segment"]))
+        if segment is None or segment.header.generation != int(row["generation"]):
+            return None
+        return Place(
+            segment=segment,
+            generation=int(row["generation"]),
+            offset=int(row["offset"]),
+            stored_bytes=int(row["stored_bytes"]),
+            payload_bytes=int(row["payload_bytes"]),
+            codec=int(row["codec"]),
+            flags=int(row["flags"]),
+            checksum=int(row["checksum"]),
+        )
+
+    def is_at(self, key: BlockKey, place: Place) -> bool:
+        """Whether the key's row still names this very record."""
+        slot = self.presence.slot(key)
+        if slot < 0:
+            return False
+        row = self.presence.rows[slot]
+        here = (int(row["segment"]), int(row["generation"]), int(row["offset"]))
+        return here == (place.segment.number, place.generation, place.offset)
+
+    def store(
+        self, entries: Sequence[tuple[BlockKey, bytes]], segment: Segment, pins_s: Mapping[BlockKey, int]
+    ) -> None:
+        """Add or replace rows whose records are written. Raises RocksError; nothing has changed then."""
+        with self.lock:
+            added = sum(self.presence.slot(key) < 0 for key, _ in entries)
+            forgotten = {key: None for key, _ in entries if self.presence.tombstone(key)}
+            batch = IndexBatch(
+                entries=entries,
+                extents={segment.number: Extent(segment.header.generation, segment.end)},
+                tombstones=forgotten,
+                blocks=len(self.presence) + added,
+            )
+            self.index.write(batch)
+            for key, entry in entries:
+                self.presence.add(key, entry, pins_s.get(key, 0))
+
+    def touch(self, keys: Iterable[BlockKey], class_byte: int, now_s: int) -> None:
+        """Count a use of present blocks by a class."""
+        with self.lock:
+            changed: list[tuple[BlockKey, bytes]] = []
+            for key in keys:
+                slot = self.presence.slot(key)
+                if slot >= 0 and self.presence.touch(slot, class_byte, now_s):
+                    changed.append((key, self.presence.entry(slot)))
+            if changed:
+                self._write(IndexBatch(entries=changed, blocks=len(self.presence)))
+
+    def forget(self, reasons: Mapping[BlockKey, Presence], when_s: int) -> None:
+        """Drop rows; lookups say why from now on."""
+        with self.lock:
+            tombstones: dict[BlockKey, Tombstone | None] = {}
+            removed = [key for key in reasons if self.presence.slot(key) >= 0]
+            for key in removed:
+                tombstones |= self.presence.remove(key, Tombstone(reasons[key], when_s))
+            if removed:
+                self._write(IndexBatch(removed=removed, tombstones=tombstones, blocks=len(self.presence)))
+
+    def quarantine(self, key: BlockKey, place: Place, now_s: int) -> bool:
+        """Stop serving a record that failed verification; the caller holds a lease. False if it had moved on already."""
+        with self.lock:
+            if not self.is_at(key, place):
+                return False
+            self.counters.quarantined += 1
+            with contextlib.suppress(OSError):
+                place.segment.mark(place.offset, Mark(MarkReason.QUARANTINED, now_s))
+            self.forget({key: Presence.QUARANTINED}, now_s)
+        log.error("block_quarantined segment=%d offset=%d", place.segment.number, place.offset)
+        return True
+
+    def forget_dead(self, key: BlockKey, place: Place, mark: Mark) -> None:
+        """Drop the row of a record whose mark says that it was removed (the index had lost the removal)."""
+        removed = mark.reason.value in (Presence.EXPIRED, Presence.EVICTED, Presence.QUARANTINED, Presence.PURGED)
+        with self.lock:
+            if self.is_at(key, place):
+                self.forget({key: Presence(mark.reason.value) if removed else Presence.EVICTED}, mark.when_s)
+
+    def compact_if_due(self) -> None:
+        """Keep the index within its budget."""
+        with self.lock:
+            if self.index.closed:
+                return
+            try:
+                self.counters.index_compactions += self.index.compact_if_due(self.content())
+            except (RocksError, OSError) as error:
+                self.counters.index_errors += 1
+                log.error("index_not_compacted problem=%r", error)
+
+    def content(self) -> Iterator[IndexBatch]:
+        """The whole ledger as index batches; the last one carries extents and the count."""
+        keys = [self.presence.key(int(slot)) for slot in self.presence.used.nonzero()[0]]
+        for begin in range(0, len(keys), _PAGE):
+            page = [(key, self.presence.entry(self.presence.slot(key))) for key in keys[begin : begin + _PAGE]]
+            yield IndexBatch(entries=page, blocks=begin + len(page))
+        buried = list(self.presence.tombstones.items())
+        for begin in range(0, len(buried), _PAGE):
+            yield IndexBatch(tombstones=dict(buried[begin : begin + _PAGE]), blocks=len(keys))
+        yield IndexBatch(extents=self.extents(), blocks=len(keys))
+
+    def extents(self) -> dict[int, Extent]:
+        return {
+            number: Extent(segment.header.generation, segment.end) for number, segment in self.segments.segments.items()
+        }
+
+    def _write(self, batch: IndexBatch) -> None:
+        """A removal or touch that the index refuses stays in memory; the count then differs and the next start rebuilds."""
+        try:
+            self.index.write(batch)
+        except RocksError as error:
+            self.counters.index_errors += 1
+            log.error("index_not_written problem=%r", error)

@@ -1,0 +1,647 @@
+"""The node: every shard of a host, the state pool and the catalog, as one ``Store``.
+
+Owns the choice of shard, the checks of arguments, and the background sweep. Does not know sockets. Invariants: a block lies in
+one shard (where it is, or by rendezvous of its route); reads ask every shard, so that adding a data directory loses nothing;
+policy, spaces and pins are in the catalog before they are in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import resource
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore.daemon.catalog import Catalog
+from kvstore.daemon.codec import compress
+from kvstore.daemon.files import Files
+from kvstore.daemon.presence import FOREVER_S, digest_words
+from kvstore.daemon.record import checksum_of
+from kvstore.daemon.shard import PayloadLease, Pins, Shard
+from kvstore.daemon.states import StatePool
+from kvstore.daemon.tallies import merge_effects
+from kvstore.daemon.volume import Volume, VolumeLayout, divide
+from kvstore.daemon.writer import Incoming
+from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, Unavailable
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    BLOCK_TOKENS_MAX,
+    DEADLINE_S_DEFAULT,
+    LOOKUP_KEYS_MAX,
+    NAME_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    SCAN_PAGE_MAX,
+    SPACES_MAX,
+    STATE_BYTES_MAX,
+    STATE_POOL_BYTES_DEFAULT,
+    STATE_TTL_S_DEFAULT,
+)
+from kvstore.store import (
+    FLAGS_KNOWN,
+    AckLevel,
+    BlockInfo,
+    BlockPut,
+    Buffer,
+    ClassEffect,
+    Clock,
+    Effect,
+    GetStatus,
+    Lookup,
+    Pin,
+    Policy,
+    Presence,
+    PutOutcome,
+    Sighting,
+    StateEntry,
+)
+from kvstore.traffic import CLASS_MAX, ClassRules, TrafficClass
+
+SPACES_IN_STATS = 256
+"""Spaces that stats list by themselves; the smaller ones are summed up as ``other``."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """What a node is opened with. ``capacity_bytes`` is for all directories together, divided evenly.
+
+    ``segment_bytes`` None: as the directory was made, or by the capacity. ``sweep_interval_s`` 0: no sweep in the background.
+    ``commit_window_s``: how long a group commit waits for company.
+    """
+
+    directories: tuple[Path, ...]
+    capacity_bytes: int
+    segment_bytes: int | None = None
+    state_pool_bytes: int = STATE_POOL_BYTES_DEFAULT
+    state_ttl_s: float = STATE_TTL_S_DEFAULT
+    commit_window_s: float = 0.0
+    sweep_interval_s: float = 0.0
+
+
+class Node:
+    """Thread-safe. Raises errors of ``kvstore.errors``, ValueError for misuse; Unavailable once closed."""
+
+    def __init__(
+        self, config: NodeConfig, clock: Clock, shards: Sequence[Shard], catalog: Catalog, states: StatePool
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._shards = tuple(shards)
+        self._catalog = catalog
+        self._states = states
+        self._catalog_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._sweeper: threading.Thread | None = None
+        self._started_s = time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        config: NodeConfig,
+        clock: Clock,
+        rules: ClassRules | None,
+        policy_text: str = "",
+        *,
+        files: Files | None = None,
+        new_generation: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> Node:
+        """Lock, check and recover every directory.
+
+        ``rules`` begin a new store; one that has a policy already keeps it (change it by ``set_policy``), so that a restart
+        changes no deadline. Raises VolumeInUse, VolumeFormat, VolumeError.
+        """
+        if not config.directories or len(set(config.directories)) != len(config.directories):
+            raise ValueError("a node needs one data directory or more, each once")
+        _raise_open_files_limit()
+        opened: list[Volume] = []
+        shards: list[Shard] = []
+        try:
+            opened = [Volume.open(Path(path), create=True) for path in config.directories]
+            layouts = [_layout(volume, config) for volume in opened]
+            _check_rules(rules, sum(layout.capacity_bytes for layout in layouts))
+            initial = Policy(1, rules, policy_text) if rules is not None else None
+            catalog = Catalog.open(opened[0].catalog_path, layouts[0].catalog_budget_bytes, initial)
+            in_force = catalog.content.policy
+            if rules is not None and in_force.rules != rules:
+                log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
+            pins = _pin_ends(catalog.content.pins)
+            for volume, layout in zip(opened, layouts, strict=True):
+                shards.append(
+                    Shard.open(
+                        volume,
+                        layout,
+                        files or Files(),
+                        in_force.rules,
+                        pins,
+                        new_generation=new_generation,
+                        now_s=int(clock.now_s()),
+                        commit_window_s=config.commit_window_s,
+                    )
+                )
+        except BaseException:
+            for shard in shards:
+                shard.close()
+            for volume in opened:
+                volume.close()
+            raise
+        node = cls(config, clock, shards, catalog, StatePool(config.state_pool_bytes, config.state_ttl_s, clock))
+        node._start_sweeper()
+        return node
+
+    # --- data plane ---------------------------------------------------------------------------------------------------
+
+    def register_space(self, space: Space, *, deadline_s: float = DEADLINE_S_DEFAULT) -> SpaceId:
+        self._check_open()
+        name = space_id(space)
+        with self._catalog_lock:
+            spaces = self._catalog.content.spaces
+            if name not in spaces:
+                if len(spaces) >= SPACES_MAX:
+                    raise Overloaded(f"the store has {SPACES_MAX} spaces; purge one before adding another", 60.0)
+                self._catalog.update(spaces={**spaces, name: space})
+        return name
+
+    def lookup(
+        self,
+        space_id: SpaceId,
+        names: Sequence[BlockName],
+        *,
+        states: bool = False,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> Lookup:
+        self._check_open()
+        _check_count(names, LOOKUP_KEYS_MAX, "a lookup", "keys")
+        now_s = self._clock.now_s()
+        keys = [name.key for name in names]
+        digests = digest_words([name.token_digest for name in names])
+        presence, flags, sizes = self._shards[0].presence_of(space_id, keys, digests, now_s)
+        for shard in self._shards[1:]:
+            other, other_flags, other_sizes = shard.presence_of(space_id, keys, digests, now_s)
+            better = (other == Presence.PRESENT) | ((presence == Presence.NEVER) & (other != Presence.NEVER))
+            better &= presence != Presence.PRESENT
+            presence, flags, sizes = (
+                np.where(better, other, presence),
+                np.where(better, other_flags, flags),
+                np.where(better, other_sizes, sizes),
+            )
+        found: tuple[StateEntry, ...] = ()
+        if states:
+            parents: dict[bytes, int] = {key: index for index, key in enumerate(keys)}
+            found = self._states.under(space_id, {**parents, bytes(space_id): -1})
+        answer = Lookup(presence, flags, sizes, found)
+        prefix = answer.prefix_blocks()
+        return replace(answer, load_s_estimate=self._load_s(int(sizes[:prefix].sum(dtype=np.int64))))
+
+    def get_into(
+        self,
+        space_id: SpaceId,
+        names: Sequence[BlockName],
+        buffers: Sequence[bytearray | memoryview],
+        *,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> list[GetStatus]:
+        self._check_open()
+        _check_count(names, BATCH_BLOCKS_MAX, "a get", "blocks")
+        if len(names) != len(buffers):
+            raise ValueError(f"{len(names)} names but {len(buffers)} buffers")
+        end_s = time.monotonic() + deadline_s
+        statuses: list[GetStatus] = []
+        for name, buffer in zip(names, buffers, strict=True):
+            if time.monotonic() >= end_s:
+                statuses.append(GetStatus.DEADLINE)
+            else:
+                view = memoryview(buffer).cast("B")
+                statuses.append(self._home(name).read_into(space_id, name, view, self._clock.now_s()))
+        return statuses
+
+    def open_payload(self, space_id: SpaceId, name: BlockName) -> PayloadLease | None:
+        """One payload for sending (see ``PayloadLease``); None is a miss."""
+        self._check_open()
+        return self._home(name).open_payload(space_id, name, self._clock.now_s())
+
+    def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool:
+        """A reader saw bad bytes: verify here; True if the block was bad and is quarantined. Good blocks stay."""
+        self._check_open()
+        return self._home(name).report_corrupt(space_id, name, self._clock.now_s())
+
+    def put(
+        self,
+        space_id: SpaceId,
+        blocks: Sequence[BlockPut],
+        *,
+        traffic_class: TrafficClass,
+        ack: AckLevel = "os",
+        deadline_s: float = DEADLINE_S_DEFAULT,
+        checksums: Sequence[int] | None = None,
+    ) -> list[PutOutcome]:
+        """As the contract says. ``checksums``: XXH3-64 of each payload at submission; bytes that differ are ALTERED."""
+        self._check_open()
+        end_s = time.monotonic() + deadline_s
+        self._check_put(space_id, blocks, traffic_class, ack, checksums)
+        outcomes = [PutOutcome.REFUSED] * len(blocks)
+        by_shard: dict[int, list[tuple[int, Incoming]]] = {}
+        oversized = 0
+        for position, block in enumerate(blocks):
+            incoming = self._incoming(block, traffic_class, checksums[position] if checksums is not None else None)
+            if incoming is None:
+                outcomes[position] = PutOutcome.ALTERED
+                continue
+            place = self._shards.index(self._home(block.name))
+            if len(incoming.stored) > self._shards[place].payload_bytes_max:
+                oversized += 1
+                continue
+            by_shard.setdefault(place, []).append((position, incoming))
+        if blocks and oversized == len(blocks):
+            raise CapacityProtected(
+                f"blocks of {len(blocks[0].payload)} bytes do not fit a segment ({self._shards[0].payload_bytes_max} bytes): "
+                "make the store with larger segments"
+            )
+        for place, items in by_shard.items():
+            left_s = max(0.0, end_s - time.monotonic())
+            incoming_blocks = [item[1] for item in items]
+            now_s = int(self._clock.now_s())
+            results = self._shards[place].put(space_id, incoming_blocks, traffic_class, now_s, ack, left_s)
+            for (position, _), outcome in zip(items, results, strict=True):
+                outcomes[position] = outcome
+        return outcomes
+
+    def touch(
+        self,
+        space_id: SpaceId,
+        names: Sequence[BlockName],
+        *,
+        traffic_class: TrafficClass,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> int:
+        self._check_open()
+        _check_count(names, LOOKUP_KEYS_MAX, "a touch", "keys")
+        _check_class(traffic_class)
+        now_s = int(self._clock.now_s())
+        return sum(shard.touch(space_id, names, traffic_class, now_s) for shard in self._shards)
+
+    def put_state(
+        self,
+        space_id: SpaceId,
+        name: StateName,
+        payload: Buffer,
+        *,
+        flags: int = 0,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> bool:
+        self._check_open()
+        self._check_space(space_id)
+        _check_flags(flags)
+        data = memoryview(payload).cast("B")
+        if not 1 <= len(data) <= STATE_BYTES_MAX:
+            raise ValueError(f"a state has 1..{STATE_BYTES_MAX} bytes, not {len(data)}")
+        return self._states.put(space_id, name, data, flags)
+
+    def get_state(
+        self, space_id: SpaceId, name: StateName, *, deadline_s: float = DEADLINE_S_DEFAULT
+    ) -> tuple[bytes, int] | None:
+        self._check_open()
+        return self._states.get(space_id, name)
+
+    # --- control plane ------------------------------------------------------------------------------------------------
+
+    def scan(
+        self,
+        space_id: SpaceId | None = None,
+        *,
+        cursor: bytes = b"",
+        limit: int = SCAN_PAGE_MAX,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> tuple[list[BlockInfo], bytes]:
+        self._check_open()
+        if not 1 <= limit <= SCAN_PAGE_MAX:
+            raise ValueError(f"a page of a scan has 1..{SCAN_PAGE_MAX} blocks, not {limit}")
+        pages = [shard.scan(space_id, cursor, limit + 1) for shard in self._shards]
+        merged = heapq.merge(*pages, key=lambda info: info.key)
+        found = list(islice(merged, limit + 1))
+        page = found[:limit]
+        return page, bytes(page[-1].key) if len(found) > limit else b""
+
+    def spaces(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> dict[SpaceId, Space]:
+        self._check_open()
+        return dict(self._catalog.content.spaces)
+
+    def delete(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
+        self._check_open()
+        count = self._delete(space_id, list(keys), deadline_s)
+        self._states.drop_children(frozenset(keys))
+        return count
+
+    def delete_space(self, space_id: SpaceId, *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
+        self._check_open()
+        count = self._delete(space_id, None, deadline_s)
+        self._states.drop_space(space_id)
+        return count
+
+    def pin(self, pins: Sequence[Pin], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
+        self._check_open()
+        for pin in pins:
+            if len(pin.owner.encode()) > NAME_BYTES_MAX or len(pin.reason.encode()) > NAME_BYTES_MAX:
+                raise ValueError(f"owner and reason of a pin have at most {NAME_BYTES_MAX} bytes each")
+            if pin.until_s < 0:
+                raise ValueError("a pin ends at a time in seconds since the epoch, or at 0: never")
+        now_s = self._clock.now_s()
+        with self._catalog_lock:
+            found = [
+                pin for pin in pins if any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
+            ]
+            if found:
+                added = {(pin.space_id, pin.key): pin for pin in found}
+                self._save_pins({**self._catalog.content.pins, **added})
+        return len(found)
+
+    def unpin(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
+        self._check_open()
+        with self._catalog_lock:
+            return self._drop_pins({(space_id, key) for key in keys})
+
+    def pins(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> list[Pin]:
+        self._check_open()
+        now_s = self._clock.now_s()
+        return [
+            pin
+            for pin in self._catalog.content.pins.values()
+            if (pin.until_s == 0 or pin.until_s > now_s)
+            and any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
+        ]
+
+    def policy(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> Policy:
+        self._check_open()
+        return self._catalog.content.policy
+
+    def set_policy(
+        self,
+        rules: ClassRules,
+        text: str,
+        *,
+        expected_version: int,
+        apply: bool,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> Effect:
+        self._check_open()
+        _check_rules(rules, self._config.capacity_bytes)
+        with self._catalog_lock:
+            current = self._catalog.content.policy
+            if expected_version != current.version:
+                raise PolicyConflict(
+                    f"the policy is at version {current.version}, not {expected_version}: read it again, then change it"
+                )
+            now_s = self._clock.now_s()
+            lost = merge_effects(effect for shard in self._shards for effect in shard.plan_rules(rules, now_s))
+            if apply:
+                self._catalog.update(policy=Policy(current.version + 1, rules, text))
+                for shard in self._shards:
+                    shard.set_rules(rules)
+        return Effect(apply, lost)
+
+    def sweep(self, *, apply: bool, deadline_s: float = DEADLINE_S_DEFAULT) -> Effect:
+        self._check_open()
+        now_s = int(self._clock.now_s())
+        self._states.expire()
+        results = [shard.sweep(now_s, apply=apply) for shard in self._shards]
+        return Effect(
+            apply,
+            merge_effects(effect for swept in results for effect in swept.removed),
+            segments_freed=sum(swept.segments_freed for swept in results),
+            blocks_rewritten=sum(swept.blocks_rewritten for swept in results),
+        )
+
+    def sight(
+        self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = DEADLINE_S_DEFAULT
+    ) -> list[Sighting]:
+        self._check_open()
+        _check_count(names, BATCH_BLOCKS_MAX, "a sight", "blocks")
+        return [self._sight(space_id, name) for name in names]
+
+    def stats(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> dict[str, Any]:
+        """Numbers by name; nested maps count by class name, space id (hex) and shard."""
+        self._check_open()
+        now_s = self._clock.now_s()
+        parts = [shard.stats(now_s) for shard in self._shards]
+        effects = merge_effects(effect for part in parts for effect in part.pop("effects"))
+        totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+        for name in ("segment_bytes", "recovery_s"):
+            totals[name] = max(part[name] for part in parts)
+        content = self._catalog.content
+        rules = content.policy.rules
+        unknown = {effect.class_byte for effect in effects if rules.by_byte(effect.class_byte) is None}
+        return {
+            **totals,
+            **self._states.stats(),
+            "spaces": len(content.spaces),
+            "pins": len(content.pins),
+            "policy_version": content.policy.version,
+            "unknown_classes": len(unknown),
+            "shards": len(self._shards),
+            "uptime_s": time.monotonic() - self._started_s,
+            "class_blocks": _by_class(effects, rules, lambda effect: effect.blocks),
+            "class_bytes": _by_class(effects, rules, lambda effect: effect.payload_bytes),
+            "space_bytes": _by_space(effects),
+        }
+
+    def accounting(self) -> list[dict[str, int]]:
+        """Physical bytes of each shard's segments by what they hold (see ``Shard.accounting``)."""
+        return [shard.accounting() for shard in self._shards]
+
+    def close(self) -> None:
+        """Drain: wait for readers a little, make everything durable, release the directories. Idempotent."""
+        self._shut(sync=True)
+
+    def abandon(self) -> None:
+        """Let go without writing anything more, as a killed process would: for tests of recovery."""
+        self._shut(sync=False)
+
+    # --- interior -----------------------------------------------------------------------------------------------------
+
+    def _shut(self, *, sync: bool) -> None:
+        self._closed.set()
+        if self._sweeper is not None:
+            self._sweeper.join(timeout=10.0)
+        for shard in self._shards:
+            shard.close(sync=sync)
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Unavailable("the store is closing")
+
+    def _check_space(self, space_id: SpaceId) -> None:
+        if space_id not in self._catalog.content.spaces:
+            raise SpaceUnknown(f"space {space_id.hex()} was never registered here: call register_space first")
+
+    def _check_put(
+        self,
+        space_id: SpaceId,
+        blocks: Sequence[BlockPut],
+        traffic_class: TrafficClass,
+        ack: AckLevel,
+        checksums: Sequence[int] | None,
+    ) -> None:
+        _check_count(blocks, BATCH_BLOCKS_MAX, "a put", "blocks")
+        _check_class(traffic_class)
+        if ack not in ("os", "disk"):
+            raise ValueError(f"acknowledgement level {ack!r} is not one of 'os', 'disk'")
+        if checksums is not None and len(checksums) != len(blocks):
+            raise ValueError(f"{len(blocks)} blocks but {len(checksums)} checksums")
+        for block in blocks:
+            _check_flags(block.flags)
+            if not 1 <= block.tokens <= BLOCK_TOKENS_MAX:
+                raise ValueError(f"a block has 1..{BLOCK_TOKENS_MAX} tokens, not {block.tokens}")
+        self._check_space(space_id)
+
+    def _incoming(self, block: BlockPut, traffic_class: int, expected: int | None) -> Incoming | None:
+        """The block as it shall be stored; None if its bytes are not those that were submitted."""
+        payload = block.payload if isinstance(block.payload, bytes) else memoryview(block.payload).cast("B")
+        if not 1 <= len(payload) <= PAYLOAD_BYTES_MAX:
+            raise ValueError(f"a payload has 1..{PAYLOAD_BYTES_MAX} bytes, not {len(payload)}")
+        checksum = checksum_of(payload)
+        if expected is not None and checksum != expected:
+            return None
+        rule = self._catalog.content.policy.rules.by_byte(traffic_class)
+        codec, stored = compress(rule.codec if rule else "none", payload)
+        if stored is not payload:
+            if checksum_of(payload) != checksum:
+                return None
+            checksum = checksum_of(stored)
+        return Incoming(block.name, block.tokens, block.flags, codec, len(payload), stored, checksum)
+
+    def _home(self, name: BlockName) -> Shard:
+        """The shard that has the block, else the one that its route chooses."""
+        if len(self._shards) == 1:
+            return self._shards[0]
+        for shard in self._shards:
+            if shard.has(name.key):
+                return shard
+        return max(self._shards, key=lambda shard: xxhash.xxh3_64_intdigest(shard.volume.volume_id + name.route))
+
+    def _load_s(self, payload_bytes: int) -> float:
+        """Time to read that much, by what reads took lately; 0 while nothing has been read."""
+        done_bytes, done_us = (sum(part) for part in zip(*(shard.read_rate() for shard in self._shards), strict=True))
+        return payload_bytes * done_us / 1e6 / done_bytes if done_bytes else 0.0
+
+    def _delete(self, space_id: SpaceId, keys: list[BlockKey] | None, deadline_s: float) -> int:
+        end_s = time.monotonic() + deadline_s
+        now_s = int(self._clock.now_s())
+        count = sum(shard.delete(space_id, keys, now_s, max(0.0, end_s - time.monotonic())) for shard in self._shards)
+        with self._catalog_lock:
+            pinned = self._catalog.content.pins
+            self._drop_pins(
+                {place for place in pinned if place[0] == space_id and (keys is None or place[1] in set(keys))}
+            )
+        return count
+
+    def _drop_pins(self, places: set[tuple[SpaceId, BlockKey]]) -> int:
+        pins = self._catalog.content.pins
+        found = places & pins.keys()
+        if found:
+            self._save_pins({place: pin for place, pin in pins.items() if place not in found})
+        return len(found)
+
+    def _save_pins(self, pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> None:
+        now_s = self._clock.now_s()
+        current = {place: pin for place, pin in pins.items() if pin.until_s == 0 or pin.until_s > now_s}
+        self._catalog.update(pins=current)
+        for shard in self._shards:
+            shard.set_pins(_pin_ends(current))
+
+    def _sight(self, space_id: SpaceId, name: BlockName) -> Sighting:
+        now_s = self._clock.now_s()
+        sightings = [shard.sight(name, space_id, now_s) for shard in self._shards]
+        order = (
+            Presence.NEVER,
+            Presence.EVICTED,
+            Presence.EXPIRED,
+            Presence.QUARANTINED,
+            Presence.PURGED,
+            Presence.PRESENT,
+        )
+        best = max(sightings, key=lambda sighting: (order.index(sighting.presence), sighting.since_s))
+        others = sorted({space for sighting in sightings for space in sighting.other_spaces})
+        return replace(best, other_spaces=tuple(others))
+
+    def _start_sweeper(self) -> None:
+        if self._config.sweep_interval_s > 0:
+            self._sweeper = threading.Thread(target=self._sweep_for_ever, name="sweep", daemon=True)
+            self._sweeper.start()
+
+    def _sweep_for_ever(self) -> None:
+        while not self._closed.wait(self._config.sweep_interval_s):
+            try:
+                self.sweep(apply=True)
+            except Unavailable:
+                return
+            except Exception:  # the thread's seam: a sweep that failed is tried again at the next interval
+                log.exception("sweep_failed")
+
+
+def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:
+    layout = divide(config.capacity_bytes // len(config.directories), config.segment_bytes or volume.segment_bytes)
+    volume.fix_segment_bytes(layout.segment_bytes)
+    return layout
+
+
+def _check_rules(rules: ClassRules | None, capacity_bytes: int) -> None:
+    if rules is not None and sum(rule.floor_bytes for rule in rules.rules) > capacity_bytes:
+        raise ValueError(f"the floors of all classes together are more than the capacity of {capacity_bytes} bytes")
+
+
+def _pin_ends(pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> Pins:
+    return {place: pin.until_s or FOREVER_S for place, pin in pins.items()}
+
+
+def _check_count(items: Sequence[object], count_max: int, what: str, unit: str) -> None:
+    if len(items) > count_max:
+        raise ValueError(f"{what} has at most {count_max} {unit}, not {len(items)}")
+
+
+def _check_class(traffic_class: int) -> None:
+    if not 1 <= traffic_class <= CLASS_MAX:
+        raise ValueError(f"traffic class {traffic_class} is outside 1..{CLASS_MAX}")
+
+
+def _check_flags(flags: int) -> None:
+    if flags & ~FLAGS_KNOWN:
+        raise ValueError(f"flags {flags:#x} hold bits that this version does not know")
+
+
+def _by_class(effects: Sequence[ClassEffect], rules: ClassRules, value: Callable[[ClassEffect], int]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for effect in effects:
+        name = rules.name_of(effect.class_byte)
+        totals[name] = totals.get(name, 0) + value(effect)
+    return totals
+
+
+def _by_space(effects: Sequence[ClassEffect]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for effect in effects:
+        totals[effect.space_id.hex()] = totals.get(effect.space_id.hex(), 0) + effect.payload_bytes
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
+    listed = dict(ordered[:SPACES_IN_STATS])
+    if len(ordered) > SPACES_IN_STATS:
+        listed["other"] = sum(size for _, size in ordered[SPACES_IN_STATS:])
+    return listed
+
+
+def _raise_open_files_limit() -> None:
+    """Every segment keeps a descriptor: take what the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,98 @@
+"""Which segment goes next when room is needed, and what a sweep does with each: pure choices over numbers.
+
+Owns the order of reclaiming. Does not know files, locks or blocks' contents; the shard carries the choice out. Order: segments
+whose every promise is past; segments mostly dead, whose few living blocks move on (nothing is lost); then living blocks, by
+class priority down to each class's floor, earliest promise first, whole segments. Pinned blocks are never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstore.traffic import ClassRules
+
+LIVE_SHARE_MAX = 0.5
+"""Living blocks are rewritten only from a segment whose used bytes are less than half alive."""
+
+
+class Action(Enum):
+    """FREE: drop what is left and recycle. MOVE_ALIVE: rewrite every living block first. MOVE_PINNED: only the pinned."""
+
+    FREE = "free"
+    MOVE_ALIVE = "move alive"
+    MOVE_PINNED = "move pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUsage:
+    """What one segment holds. Bytes are whole records on disk; ``busy``: leased by a reader, or it failed a write."""
+
+    segment: int
+    class_byte: int
+    segment_bytes: int
+    used_bytes: int
+    alive_bytes: int
+    pinned_bytes: int
+    promise_until_s: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One segment to recycle and how."""
+
+    segment: int
+    action: Action
+
+
+def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules) -> Step | None:
+    """The next segment to recycle, or None if everything is protected."""
+    idle = [usage for usage in usages if not usage.busy]
+    empty = [usage for usage in idle if usage.alive_bytes == 0]
+    if empty:
+        return Step(min(empty, key=lambda usage: (usage.promise_until_s, usage.segment)).segment, Action.FREE)
+    sparse = [usage for usage in idle if _is_sparse(usage.alive_bytes, usage)]
+    if sparse:
+        return Step(min(sparse, key=lambda usage: (usage.alive_bytes, usage.segment)).segment, Action.MOVE_ALIVE)
+    class_bytes = _bytes_by_class(usages)
+    for usage in sorted(idle, key=lambda usage: (_priority(rules, usage), usage.promise_until_s, usage.segment)):
+        if class_bytes[usage.class_byte] - usage.segment_bytes < _floor_bytes(rules, usage):
+            continue
+        if usage.pinned_bytes == 0:
+            return Step(usage.segment, Action.FREE)
+        if _is_sparse(usage.pinned_bytes, usage):
+            return Step(usage.segment, Action.MOVE_PINNED)
+    return None
+
+
+def sweep_action(usage: SegmentUsage) -> Action | None:
+    """What a sweep does with a segment that holds expired or dead bytes: None keeps it (its expired blocks are dropped)."""
+    if usage.busy:
+        return None
+    if usage.alive_bytes == 0:
+        return Action.FREE
+    return Action.MOVE_ALIVE if _is_sparse(usage.alive_bytes, usage) else None
+
+
+def _is_sparse(kept_bytes: int, usage: SegmentUsage) -> bool:
+    return kept_bytes < LIVE_SHARE_MAX * usage.used_bytes
+
+
+def _bytes_by_class(usages: Iterable[SegmentUsage]) -> dict[int, int]:
+    totals: dict[int, int] = {}
+    for usage in usages:
+        totals[usage.class_byte] = totals.get(usage.class_byte, 0) + usage.segment_bytes
+    return totals
+
+
+def _priority(rules: ClassRules, usage: SegmentUsage) -> int:
+    """A class that no rule names is as dear as the dearest: an unknown promise is not broken first."""
+    rule = rules.by_byte(usage.class_byte)
+    return rule.priority if rule else max(rule.priority for rule in rules.rules)
+
+
+def _floor_bytes(rules: ClassRules, usage: SegmentUsage) -> int:
+    rule = rules.by_byte(usage.class_byte)
+    return rule.floor_bytes if rule else 0

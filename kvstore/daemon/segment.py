@@ -1,0 +1,277 @@
+"""One segment: a preallocated, append-only, recycled file of records.
+
+Owns the file's first page (header and seal), appending, reading one record and scanning. Does not know the index, classes'
+meaning or eviction. Invariants: records of one segment carry its number, its present generation and their own offset, so
+a record of an earlier life is never taken for a new one; recycling writes a new random generation before any record;
+a scan stops at the first damage beyond what is known to have been written (the torn-tail rule), and skips damage before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.daemon.files import Files, sync_directory
+from kvstore.daemon.record import (
+    HEADER_BYTES,
+    MARK_OFFSET,
+    RECORD_ALIGN,
+    Mark,
+    RecordDamaged,
+    RecordHeader,
+    decode_header,
+    decode_mark,
+    encode_mark,
+    verify_payload,
+)
+from kvstore.store import Buffer
+
+SEGMENT_VERSION = 1
+FIRST_RECORD = RECORD_ALIGN
+"""The first page holds the segment's header and seal."""
+FREE = 0
+"""Class byte of a segment that holds nothing."""
+
+_MAGIC = b"RKVS"
+_HEADER = struct.Struct("<4sHHIQBxxxIQQ")
+_SEAL = struct.Struct("<4sIQQ")
+_SEAL_MAGIC = b"SEAL"
+_SEAL_OFFSET = 512
+_CRC = struct.Struct("<I")
+
+
+class SegmentDamaged(Exception):
+    """A segment's first page fails its checks. Never leaves the daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment says of itself. ``day``: expiry day of its blocks, days since the epoch; class 0 is a free segment."""
+
+    segment: int
+    generation: int
+    class_byte: int
+    day: int
+    created_s: int
+    segment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """One step of a scan: a record (``header``), or damage between records. ``payload_ok`` is None where not asked."""
+
+    offset: int
+    header: RecordHeader | None
+    mark: Mark | None
+    payload_ok: bool | None
+    problem: str = ""
+
+
+def segment_path(directory: Path, segment: int) -> Path:
+    return directory / f"{segment:08d}.seg"
+
+
+def encode_segment_header(header: SegmentHeader) -> bytes:
+    """The whole first page of an unsealed segment."""
+    body = _HEADER.pack(
+        _MAGIC,
+        SEGMENT_VERSION,
+        0,
+        header.segment,
+        header.generation,
+        header.class_byte,
+        header.day,
+        header.created_s,
+        header.segment_bytes,
+    )
+    return (body + _CRC.pack(zlib.crc32(body))).ljust(FIRST_RECORD, b"\0")
+
+
+def decode_segment_header(page: Buffer) -> SegmentHeader:
+    """Parse and check a first page. Raises SegmentDamaged."""
+    if len(page) < FIRST_RECORD:
+        raise SegmentDamaged("the file ends inside the segment's first page")
+    magic, version, _, segment, generation, class_byte, day, created_s, segment_bytes = _HEADER.unpack_from(page)
+    if magic != _MAGIC:
+        raise SegmentDamaged("the file is not a segment")
+    if _CRC.unpack_from(page, _HEADER.size)[0] != zlib.crc32(memoryview(page)[: _HEADER.size]):
+        raise SegmentDamaged("the segment header's CRC differs")
+    if version != SEGMENT_VERSION:
+        raise SegmentDamaged(f"the segment has format version {version}, not {SEGMENT_VERSION}")
+    return SegmentHeader(segment, generation, class_byte, day, created_s, segment_bytes)
+
+
+def decode_seal(page: Buffer, generation: int) -> int | None:
+    """Where the records of a sealed segment end; None if it was not sealed in this generation."""
+    magic, _, sealed_generation, end = _SEAL.unpack_from(page, _SEAL_OFFSET)
+    whole = _CRC.unpack_from(page, _SEAL_OFFSET + _SEAL.size)[0] == zlib.crc32(
+        memoryview(page)[_SEAL_OFFSET : _SEAL_OFFSET + _SEAL.size]
+    )
+    return int(end) if whole and magic == _SEAL_MAGIC and sealed_generation == generation else None
+
+
+class Segment:
+    """An open segment file. Appending, sealing and recycling belong to one writer; reading to anybody who holds a lease.
+
+    ``end``: where the next record goes. ``leases``: readers outside the shard's lock; while there are any, the segment is
+    not recycled. ``failed``: the file refused a write; it is read from, but never chosen again.
+    """
+
+    __slots__ = ("dirty", "end", "failed", "fd", "files", "header", "leases", "path", "sealed")
+
+    def __init__(self, files: Files, path: Path, fd: int, header: SegmentHeader, end: int, sealed: bool) -> None:
+        self.files = files
+        self.path = path
+        self.fd = fd
+        self.header = header
+        self.end = end
+        self.sealed = sealed
+        self.failed = False
+        self.dirty = False
+        self.leases = 0
+
+    @classmethod
+    def create(cls, files: Files, directory: Path, header: SegmentHeader) -> tuple[Segment, bool]:
+        """A new file, preallocated as a whole; also whether the file system could. Raises OSError and leaves no file."""
+        path = segment_path(directory, header.segment)
+        fd = files.open(path, create=True)
+        try:
+            reserved = files.allocate(fd, header.segment_bytes)
+            files.write(fd, [encode_segment_header(header)], 0)
+            sync_directory(directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                files.close(fd)
+                files.unlink(path)
+            raise
+        return cls(files, path, fd, header, FIRST_RECORD, sealed=False), reserved
+
+    @classmethod
+    def open(cls, files: Files, path: Path) -> Segment:
+        """An existing file. Raises SegmentDamaged or OSError. ``end`` is that of the seal, else to be found by a scan."""
+        fd = files.open(path)
+        try:
+            page = files.read(fd, FIRST_RECORD, 0)
+            header = decode_segment_header(page)
+            if segment_path(path.parent, header.segment) != path:
+                raise SegmentDamaged(f"the file says that it is segment {header.segment}")
+        except (OSError, SegmentDamaged):
+            files.close(fd)
+            raise
+        seal = decode_seal(page, header.generation)
+        return cls(files, path, fd, header, seal or FIRST_RECORD, sealed=seal is not None)
+
+    @property
+    def number(self) -> int:
+        return self.header.segment
+
+    @property
+    def room_bytes(self) -> int:
+        return 0 if self.sealed or self.failed else self.header.segment_bytes - self.end
+
+    def reformat(self, header: SegmentHeader) -> None:
+        """Begin another life under a new generation; what was stored is gone. Raises OSError (and marks it failed)."""
+        try:
+            if self.files_bytes() < header.segment_bytes:
+                self.files.allocate(self.fd, header.segment_bytes)
+            self.files.write(self.fd, [encode_segment_header(header)], 0)
+        except OSError:
+            self.failed = True
+            raise
+        self.header = header
+        self.end = FIRST_RECORD
+        self.sealed = False
+        self.dirty = True
+
+    def files_bytes(self) -> int:
+        """Length of the file as it is now (less than the segment's if somebody cut it)."""
+        return os.fstat(self.fd).st_size
+
+    def vanished(self) -> bool:
+        """Whether the file has lost its name: what it holds will not be there after a restart."""
+        return os.fstat(self.fd).st_nlink == 0
+
+    def append(self, parts: Sequence[Buffer], total_bytes: int) -> None:
+        """Write whole records (headers, payloads, padding) at ``end``. Raises OSError; ``end`` then stays."""
+        self.files.write(self.fd, parts, self.end)
+        self.end += total_bytes
+        self.dirty = True
+
+    def sync(self) -> None:
+        """Make everything appended so far durable. Raises OSError (and marks the segment failed: its pages may be lost)."""
+        try:
+            self.dirty = False
+            self.files.fdatasync(self.fd)
+        except OSError:
+            self.failed = True
+            raise
+
+    def seal(self) -> None:
+        """Close the segment to appends, durably, so that a scan may trust its end. Raises OSError."""
+        self.sync()
+        body = _SEAL.pack(_SEAL_MAGIC, 0, self.header.generation, self.end)
+        self.files.write(self.fd, [body + _CRC.pack(zlib.crc32(body))], _SEAL_OFFSET)
+        self.sealed = True
+
+    def mark(self, offset: int, mark: Mark) -> None:
+        """Make one record dead, in place. Raises OSError."""
+        self.files.write(self.fd, [encode_mark(mark)], offset + MARK_OFFSET)
+        self.dirty = True
+
+    def read_header(self, offset: int) -> tuple[RecordHeader, Mark | None]:
+        """A record's checked header and its mark. Raises RecordDamaged or OSError."""
+        data = self.files.read(self.fd, HEADER_BYTES, offset)
+        return self._decode(data, offset), decode_mark(data)
+
+    def read_record(self, offset: int, payload: bytearray | memoryview) -> tuple[RecordHeader, Mark | None]:
+        """One gather read of header and stored payload into ``payload``, both verified. Raises RecordDamaged, OSError."""
+        data = bytearray(HEADER_BYTES)
+        count = self.files.read_into(self.fd, [data, payload], offset)
+        header = self._decode(data[: min(count, HEADER_BYTES)], offset)
+        verify_payload(header, memoryview(payload)[: max(0, count - HEADER_BYTES)])
+        return header, decode_mark(data)
+
+    def scan(self, begin: int, known_end: int, *, payloads: bool) -> Iterator[Scanned]:
+        """Every record from ``begin`` on; before ``known_end`` damage is reported and skipped, beyond it ends the scan.
+
+        With ``payloads`` each payload is verified too; beyond ``known_end`` it always is, and a bad one is the torn tail.
+        """
+        offset = begin
+        limit = self.end if self.sealed else self.header.segment_bytes
+        while offset + HEADER_BYTES <= limit:
+            try:
+                header, mark = self.read_header(offset)
+                if offset + header.record_bytes > limit:
+                    raise RecordDamaged("the record reaches beyond the segment")
+            except (RecordDamaged, OSError) as error:
+                if offset >= known_end:
+                    return
+                yield Scanned(offset, None, None, None, str(error))
+                offset += RECORD_ALIGN
+                continue
+            beyond = offset >= known_end
+            problem = self._payload_problem(header) if (payloads or beyond) and mark is None else None
+            if beyond and problem:
+                return
+            checked = None if mark is not None or not (payloads or beyond) else not problem
+            yield Scanned(offset, header, mark, checked, problem or "")
+            offset += header.record_bytes
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.files.close(self.fd)
+
+    def _decode(self, data: Buffer, offset: int) -> RecordHeader:
+        return decode_header(data, segment=self.number, generation=self.header.generation, offset=offset)
+
+    def _payload_problem(self, header: RecordHeader) -> str | None:
+        try:
+            verify_payload(header, self.files.read(self.fd, header.stored_bytes, header.offset + HEADER_BYTES))
+        except (RecordDamaged, OSError) as error:
+            return str(error)
+        return None

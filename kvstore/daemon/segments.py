@@ -1,0 +1,221 @@
+"""The segment files of one shard: which are free, which are open for which class and day, and how a new one is got.
+
+Owns file numbers, generations and the count of files against the capacity. Does not know blocks, the index or which segment is
+worth recycling. Invariants: never more files than ``segments_max``; a file that refuses a write is set aside, not retried
+for ever; the last free segment is left to moves, so that living blocks can always be carried out of a victim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.daemon.files import Files
+from kvstore.daemon.segment import FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
+
+SPARE_SEGMENTS = 1
+"""Free segments that only moves may take."""
+
+log = logging.getLogger(__name__)
+
+
+class SegmentSet:
+    """Belongs to the shard's one writer. ``new_generation`` gives 64 random bits: a generation never comes twice."""
+
+    def __init__(
+        self,
+        files: Files,
+        directory: Path,
+        segment_bytes: int,
+        segments_max: int,
+        new_generation: Callable[[], int],
+    ) -> None:
+        self._files = files
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._new_generation = new_generation
+        self.segments_max = segments_max
+        self.segments: dict[int, Segment] = {}
+        self.free: list[int] = []
+        self.opened: dict[tuple[int, int], int] = {}
+        self.may_grow = True
+        """False after a file could not be created (a full file system): recycle instead, until the next sweep."""
+        self.damaged = 0
+
+    @classmethod
+    def open(
+        cls,
+        files: Files,
+        directory: Path,
+        segment_bytes: int,
+        segments_max: int,
+        new_generation: Callable[[], int],
+        now_s: int,
+    ) -> SegmentSet:
+        """Open every segment file; one whose first page is damaged is recycled, since its records cannot be trusted."""
+        found = cls(files, directory, segment_bytes, segments_max, new_generation)
+        directory.mkdir(exist_ok=True)
+        for path in sorted(directory.glob("*.seg")):
+            if not path.stem.isdigit() or segment_path(directory, int(path.stem)) != path:
+                continue
+            segment = found._open_one(path, now_s)
+            if segment is not None:
+                found.segments[segment.number] = segment
+                if segment.header.class_byte == FREE:
+                    found.free.append(segment.number)
+        return found
+
+    def adopt_opened(self) -> None:
+        """After recovery: unsealed segments of a class go on being filled."""
+        for segment in self.segments.values():
+            header = segment.header
+            if header.class_byte != FREE and not segment.sealed and not segment.failed:
+                other = self.opened.setdefault((header.class_byte, header.day), segment.number)
+                if other != segment.number:
+                    self._seal(segment)
+
+    @property
+    def free_count(self) -> int:
+        """Segments that could be begun now, files yet to be created included."""
+        growth = max(0, self.segments_max - len(self.segments)) if self.may_grow else 0
+        return len(self.free) + growth
+
+    @property
+    def open_max(self) -> int:
+        """Segments filled at once; beyond, the longest open is sealed."""
+        return max(2, self.segments_max // 8)
+
+    def open_for(self, class_byte: int, day: int, record_bytes: int) -> Segment | None:
+        """The open segment of a class and day if the record still fits; a full one is sealed."""
+        number = self.opened.get((class_byte, day))
+        if number is None:
+            return None
+        segment = self.segments[number]
+        if segment.room_bytes >= record_bytes:
+            return segment
+        self.retire(segment)
+        return None
+
+    def begin(self, class_byte: int, day: int, now_s: int, *, spare: int) -> Segment | None:
+        """Take a free segment for a class and day, leaving ``spare`` untouched; None if there is none that can be written."""
+        while self.free_count > spare:
+            segment = self._begin_one(class_byte, day, now_s)
+            if segment is not None:
+                self._limit_opened(keep=(class_byte, day))
+                self.opened[(class_byte, day)] = segment.number
+                return segment
+        return None
+
+    def retire(self, segment: Segment) -> None:
+        """No more appends: seal it. A segment that cannot even be sealed stays readable and is set aside."""
+        key = (segment.header.class_byte, segment.header.day)
+        if self.opened.get(key) == segment.number:
+            del self.opened[key]
+        self._seal(segment)
+
+    def release(self, segment: Segment, now_s: int) -> None:
+        """Recycle: a new generation, then back to the free list. Raises OSError; the old content then stays valid."""
+        header = SegmentHeader(segment.number, self._new_generation(), FREE, 0, now_s, self._segment_bytes)
+        key = (segment.header.class_byte, segment.header.day)
+        segment.reformat(header)
+        if self.opened.get(key) == segment.number:
+            del self.opened[key]
+        self.free.append(segment.number)
+
+    def forget(self, segment: Segment) -> None:
+        """The file was removed behind our back: let go of it, so that another can take its place."""
+        key = (segment.header.class_byte, segment.header.day)
+        if self.opened.get(key) == segment.number:
+            del self.opened[key]
+        if segment.number in self.free:
+            self.free.remove(segment.number)
+        del self.segments[segment.number]
+        segment.close()
+
+    def shrink(self) -> bool:
+        """Remove one free file if there are more than the capacity allows; False if none is free. Raises OSError."""
+        if not self.free:
+            return False
+        segment = self.segments[self.free[-1]]
+        self._files.unlink(segment.path)
+        self.forget(segment)
+        return True
+
+    def flush(self) -> None:
+        """Make all appended bytes durable. Raises the first OSError after trying every segment."""
+        problem: OSError | None = None
+        for segment in list(self.segments.values()):
+            if segment.dirty:
+                try:
+                    segment.sync()
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        for segment in self.segments.values():
+            segment.close()
+
+    def _open_one(self, path: Path, now_s: int) -> Segment | None:
+        try:
+            segment = Segment.open(self._files, path)
+            if segment.header.segment_bytes == self._segment_bytes:
+                return segment
+            segment.close()
+            problem = "it has another size than the volume's segments"
+        except (SegmentDamaged, OSError) as error:
+            problem = str(error)
+        self.damaged += 1
+        log.error("segment_damaged path=%s problem=%r: its blocks are lost and become misses", path, problem)
+        try:
+            self._files.unlink(path)
+        except OSError as error:
+            log.error("segment_stuck path=%s problem=%r: its bytes count against the capacity", path, error)
+            self.segments_max -= 1
+        return None
+
+    def _begin_one(self, class_byte: int, day: int, now_s: int) -> Segment | None:
+        generation = self._new_generation()
+        if self.free:
+            segment = self.segments[self.free.pop()]
+            header = SegmentHeader(segment.number, generation, class_byte, day, now_s, self._segment_bytes)
+            try:
+                segment.reformat(header)
+            except OSError as error:
+                log.error("segment_set_aside segment=%d problem=%r", segment.number, error)
+                return None
+            return segment
+        number = self._unused_number()
+        header = SegmentHeader(number, generation, class_byte, day, now_s, self._segment_bytes)
+        try:
+            segment, reserved = Segment.create(self._files, self._directory, header)
+        except OSError as error:
+            log.error("segment_not_created problem=%r: recycling instead", error)
+            self.may_grow = False
+            return None
+        if not reserved:
+            log.warning("segment_not_preallocated path=%s: the file system cannot reserve space", segment.path)
+        self.segments[number] = segment
+        return segment
+
+    def _unused_number(self) -> int:
+        """The least number without a file (a file that could not be opened or removed keeps its number)."""
+        number = 1
+        while number in self.segments or segment_path(self._directory, number).exists():
+            number += 1
+        return number
+
+    def _limit_opened(self, keep: tuple[int, int]) -> None:
+        stale = [key for key in self.opened if key[0] == keep[0] and key[1] < keep[1]]
+        longest = list(self.opened)[: max(0, len(self.opened) + 1 - self.open_max)]
+        for key in dict.fromkeys([*stale, *longest]):
+            self.retire(self.segments[self.opened[key]])
+
+    def _seal(self, segment: Segment) -> None:
+        try:
+            segment.seal()
+        except OSError as error:
+            segment.failed = True
+            log.error("segment_not_sealed segment=%d problem=%r", segment.number, error)

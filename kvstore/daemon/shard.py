@@ -1,0 +1,606 @@
+"""One shard: segments, index and presence of one data directory, with one writer and many readers.
+
+Owns opening, closing, reading and deleting; puts are ``writer``'s, room is ``reclaimer``'s. Does not know spaces' meaning, placement
+or the network. Invariants:
+
+- Two locks. ``_writer`` (outer) serialises everything that appends, moves or recycles; the ledger's (inner, short) guards presence
+  and index.
+- A put goes record, index, presence; a removal goes mark on disk, presence, index. A crash in between leaves a record that
+  recovery adopts, or a dead one that nobody serves.
+- A reader holds a lease on the segment outside the locks. Every read verifies header, location, key, mark and payload; a
+  failure is a miss and a quarantine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.daemon.codec import Codec, decompress
+from kvstore.daemon.durability import GroupCommit
+from kvstore.daemon.files import Files
+from kvstore.daemon.index import Index, IndexContent, IndexDamaged, RocksError
+from kvstore.daemon.ledger import Ledger, Place
+from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
+from kvstore.daemon.reclaimer import Reclaimer, Swept
+from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader, checksum_of
+from kvstore.daemon.recovery import Recovered, recover
+from kvstore.daemon.segment import FREE
+from kvstore.daemon.segments import SegmentSet
+from kvstore.daemon.tallies import Counters, effects_of
+from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system
+from kvstore.daemon.writer import Incoming, Writer
+from kvstore.errors import DeadlineExceeded, VolumeError
+from kvstore.keys import BlockKey, BlockName, SpaceId
+from kvstore.limits import TOMBSTONES_MAX
+from kvstore.store import AckLevel, BlockInfo, ClassEffect, GetStatus, Presence, PutOutcome, Sighting
+from kvstore.traffic import ClassRules
+
+CLOSE_S_MAX = 5.0
+"""Closing waits this long for readers' leases."""
+_TOMBSTONE_DISK_BYTES = 512
+
+log = logging.getLogger(__name__)
+Pins = Mapping[tuple[SpaceId, BlockKey], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardParts:
+    """What a shard is made of, opened and recovered."""
+
+    volume: Volume
+    layout: VolumeLayout
+    ledger: Ledger
+    recovery_s: float
+    recovered: Recovered
+
+
+class PayloadLease:
+    """One block's payload for sending; its segment is not recycled until ``close`` (or the end of a ``with``).
+
+    A block stored as it is: send ``payload_bytes`` from ``fd`` at ``offset``; only the header has been verified, the receiver checks
+    ``checksum`` (XXH3-64 of the bytes sent). A compressed one: ``data`` holds the verified payload, and ``fd`` is None.
+    """
+
+    __slots__ = (
+        "_release",
+        "checksum",
+        "codec",
+        "data",
+        "fd",
+        "flags",
+        "offset",
+        "payload_bytes",
+        "stored_bytes",
+        "token_digest",
+    )
+
+    def __init__(self, place: Place, header: RecordHeader, data: bytes | None, release: Callable[[], None]) -> None:
+        self.fd: int | None = place.segment.fd if data is None else None
+        self.offset = place.offset + HEADER_BYTES if data is None else 0
+        self.stored_bytes = header.stored_bytes
+        self.payload_bytes = header.payload_bytes
+        self.checksum = header.checksum if data is None else checksum_of(data)
+        self.codec = header.codec
+        self.flags = header.flags
+        self.token_digest = header.token_digest
+        self.data: bytes | None = data
+        self._release: Callable[[], None] | None = release
+
+    def __enter__(self) -> PayloadLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+class Shard:
+    """Thread-safe. ``pins`` is replaced as a whole by ``set_pins``; ``rules`` by ``set_rules``."""
+
+    def __init__(self, parts: ShardParts, rules: ClassRules, pins: Pins, commit_window_s: float) -> None:
+        self._parts = parts
+        self._ledger = parts.ledger
+        self._rules = rules
+        self._pins = pins
+        self._writer = threading.Lock()
+        self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
+        self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, self._pin_until_s)
+        self._commit = GroupCommit(self._flush, commit_window_s)
+
+    @classmethod
+    def open(
+        cls,
+        volume: Volume,
+        layout: VolumeLayout,
+        files: Files,
+        rules: ClassRules,
+        pins: Pins,
+        *,
+        new_generation: Callable[[], int],
+        now_s: int,
+        commit_window_s: float,
+    ) -> Shard:
+        """Open a locked volume: its segments, its index (rebuilt if need be), and everything acknowledged.
+
+        Raises VolumeError if what is protected does not fit a lowered capacity.
+        """
+        begin_s = time.monotonic()
+        check_file_system(volume.path, layout.capacity_bytes)
+        segments = SegmentSet.open(
+            files, volume.segments_path, layout.segment_bytes, layout.segments_max, new_generation, now_s
+        )
+        index: Index | None = None
+        try:
+            index, content = _open_index(volume, layout)
+            recovered = recover(segments.segments, content, now_s)
+            presence = PresenceMap(keep_for_table(rules), tombstones_max(layout))
+            presence.load(recovered.keys, recovered.rows, recovered.tombstones)
+            ledger = Ledger(segments, presence, index, Counters())
+            if recovered.changed:
+                index.rewrite(ledger.content())
+            segments.adopt_opened()
+            parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
+            shard = cls(parts, rules, pins, commit_window_s)
+            shard.set_pins(pins)
+            if not shard._reclaimer.reduce_to_capacity(now_s):
+                raise VolumeError(
+                    f"{volume.path} holds more pinned or guaranteed blocks than a capacity of {layout.capacity_bytes} bytes: "
+                    "raise the capacity, unpin, or lower the floors"
+                )
+            return shard
+        except BaseException:
+            segments.close()
+            if index is not None:
+                index.close()
+            raise
+
+    @property
+    def volume(self) -> Volume:
+        return self._parts.volume
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """Longest stored payload that fits a segment."""
+        return self._parts.layout.segment_bytes - 4096 - HEADER_BYTES
+
+    # data plane
+
+    def presence_of(
+        self, space_id: SpaceId, keys: Sequence[BlockKey], digests: npt.NDArray[np.uint64], now_s: float
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
+        """``Presence``, flags and payload bytes of each key; flags and bytes are 0 where it is not PRESENT."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            slots: Slots = presence.slots(keys, len(keys))
+            answer = presence.presence(slots, keys, space_id, digests, now_s)
+            flags = np.zeros(len(keys), dtype=np.uint8)
+            sizes = np.zeros(len(keys), dtype=np.uint32)
+            here = np.flatnonzero(answer == Presence.PRESENT)
+            flags[here] = presence.rows["flags"][slots[here]]
+            sizes[here] = presence.rows["payload_bytes"][slots[here]]
+            return answer, flags, sizes
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a record of the key is here, served or not."""
+        return self._ledger.presence.slot(key) >= 0
+
+    def read_into(self, space_id: SpaceId, name: BlockName, buffer: bytearray | memoryview, now_s: float) -> GetStatus:
+        """Fill the buffer with a verified payload; it is zeroed if that failed after bytes had gone into it."""
+        counters = self._ledger.counters
+        with self._ledger.leased(space_id, name, now_s) as place:
+            if place is None:
+                counters.misses += 1
+                return GetStatus.MISS
+            if place.payload_bytes != len(buffer):
+                counters.misses += 1
+                return GetStatus.WRONG_SIZE
+            begin_s = time.perf_counter()
+            try:
+                self._read(space_id, name, place, buffer)
+            except (RecordDamaged, OSError) as error:
+                memoryview(buffer).cast("B")[:] = bytes(len(buffer))
+                counters.misses += 1
+                return self._failed_read(name.key, place, error, now_s)
+            counters.hits += 1
+            counters.bytes_read += place.payload_bytes
+            counters.timed_bytes += place.payload_bytes
+            counters.read_us += int((time.perf_counter() - begin_s) * 1e6)
+            return GetStatus.OK
+
+    def open_payload(self, space_id: SpaceId, name: BlockName, now_s: float) -> PayloadLease | None:
+        """A payload for sending, its header verified; None is a miss."""
+        counters = self._ledger.counters
+        place = self._ledger.take(space_id, name, now_s)
+        if place is None:
+            counters.misses += 1
+            return None
+        held = place
+        try:
+            data: bytes | None = None
+            if place.codec == Codec.NONE:
+                header = self._check(space_id, name, *place.segment.read_header(place.offset))
+            else:
+                payload = bytearray(place.payload_bytes)
+                header = self._read(space_id, name, place, payload)
+                data = bytes(payload)
+        except (RecordDamaged, OSError) as error:
+            self._failed_read(name.key, place, error, now_s)
+            self._ledger.give_back(place)
+            counters.misses += 1
+            return None
+        counters.hits += 1
+        counters.bytes_read += place.payload_bytes
+        return PayloadLease(place, header, data, lambda: self._ledger.give_back(held))
+
+    def report_corrupt(self, space_id: SpaceId, name: BlockName, now_s: float) -> bool:
+        """Somebody saw bad bytes: read and verify again; True if the record was really bad and is now quarantined."""
+        with self._ledger.leased(space_id, name, now_s) as place:
+            if place is None:
+                return False
+            try:
+                self._read(space_id, name, place, bytearray(place.payload_bytes))
+            except (RecordDamaged, OSError) as error:
+                self._failed_read(name.key, place, error, now_s)
+                return True
+            return False
+
+    def put(
+        self,
+        space_id: SpaceId,
+        blocks: Sequence[Incoming],
+        class_byte: int,
+        now_s: int,
+        ack: AckLevel,
+        deadline_s: float,
+    ) -> list[PutOutcome]:
+        """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
+        end_s = time.monotonic() + deadline_s
+        with self._writing(deadline_s):
+            outcomes = self._put.put(space_id, blocks, class_byte, now_s)
+            self._ledger.compact_if_due()
+        if ack == "disk" and any(outcome.value <= PutOutcome.REPLACED for outcome in outcomes):
+            try:
+                self._commit.wait(max(0.0, end_s - time.monotonic()))
+            except OSError as error:
+                return self._lose_unsynced(blocks, outcomes, error, now_s)
+        return outcomes
+
+    def touch(self, space_id: SpaceId, names: Sequence[BlockName], class_byte: int, now_s: int) -> int:
+        """Count a use; returns how many were present."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            present: list[BlockKey] = []
+            for name in names:
+                slot = presence.slot(name.key)
+                if slot >= 0 and presence.is_alive(slot, now_s) and presence.matches(slot, space_id, name.token_digest):
+                    present.append(name.key)
+            self._ledger.touch(present, class_byte, now_s)
+        self._ledger.compact_if_due()
+        return len(present)
+
+    # control plane
+
+    def delete(self, space_id: SpaceId, keys: Sequence[BlockKey] | None, now_s: int, deadline_s: float) -> int:
+        """Purge blocks by key, or all of the space (None), durably; returns how many there were, expired ones included.
+
+        Raises VolumeError if the disk did not take a mark: the blocks are gone from the index, but not yet for good.
+        """
+        with self._writing(deadline_s):
+            with self._ledger.lock:
+                presence = self._ledger.presence
+                if keys is None:
+                    keys = [presence.key(int(slot)) for slot in presence.in_space(space_id)]
+                doomed = [
+                    key
+                    for key in dict.fromkeys(keys)
+                    if (slot := presence.slot(key)) >= 0 and presence.matches(slot, space_id, None)
+                ]
+                problem = self._mark_purged(doomed, now_s)
+                self._ledger.forget(dict.fromkeys(doomed, Presence.PURGED), now_s)
+                self._ledger.counters.purged += len(doomed)
+            try:
+                self._ledger.segments.flush()
+            except OSError as error:
+                problem = error
+            self._ledger.compact_if_due()
+        if problem is not None:
+            raise VolumeError(f"the deletion could not be made durable: {problem}")
+        return len(doomed)
+
+    def scan(self, space_id: SpaceId | None, cursor: bytes, limit: int) -> Iterator[BlockInfo]:
+        """Stored blocks beyond ``cursor`` in key order, at most ``limit``."""
+        given = 0
+        for key in self._ledger.index.keys_after(cursor):
+            with self._ledger.lock:
+                slot = self._ledger.presence.slot(key)
+                if slot < 0 or not (space_id is None or self._ledger.presence.matches(slot, space_id, None)):
+                    continue
+                info = self._info(key, slot)
+            yield info
+            given += 1
+            if given == limit:
+                return
+
+    def sight(self, name: BlockName, space_id: SpaceId, now_s: float) -> Sighting:
+        """What is remembered of one block; ``other_spaces`` by a search over all rows (explain is rare)."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            wanted = np.frombuffer(name.token_digest, dtype="<u8")
+            twins = np.flatnonzero(presence.alive(now_s) & (presence.rows["digest"] == wanted).all(axis=1))
+            spaces = {SpaceId(presence.rows["space"][slot].tobytes()) for slot in twins}
+            others = tuple(sorted(spaces - {space_id}))
+            slot = presence.slot(name.key)
+            if slot >= 0 and presence.matches(slot, space_id, name.token_digest):
+                alive = presence.is_alive(slot, now_s)
+                until_s = int(presence.until_s(np.array([slot]))[0])
+                since_s = int(presence.rows["written_s"][slot]) if alive else until_s
+                return Sighting(Presence.PRESENT if alive else Presence.EXPIRED, since_s, until_s, others)
+            tombstone = presence.tombstone(name.key)
+            if slot < 0 and tombstone is not None:
+                return Sighting(Presence(tombstone.reason), tombstone.when_s, 0, others)
+            return Sighting(Presence.NEVER, 0, 0, others)
+
+    def alive_keys(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: float) -> list[BlockKey]:
+        """Those of the keys that are served now."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            slots = [(key, presence.slot(key)) for key in dict.fromkeys(keys)]
+            return [
+                key
+                for key, slot in slots
+                if slot >= 0 and presence.matches(slot, space_id, None) and presence.is_alive(slot, now_s)
+            ]
+
+    def set_pins(self, pins: Pins) -> None:
+        """Replace all pins: ends by (space id, key)."""
+        with self._writer, self._ledger.lock:
+            self._pins = pins
+            presence = self._ledger.presence
+            presence.pin_until_s[:] = 0
+            for (space_id, key), until_s in pins.items():
+                slot = presence.slot(key)
+                if slot >= 0 and presence.matches(slot, space_id, None):
+                    presence.pin_until_s[slot] = until_s
+
+    def plan_rules(self, rules: ClassRules, now_s: float) -> tuple[ClassEffect, ...]:
+        """What other rules would expire at once."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            alive = presence.alive(now_s)
+            kept = presence.alive_under(keep_for_table(rules), now_s)
+            return effects_of(presence.rows[alive & ~kept])
+
+    def set_rules(self, rules: ClassRules) -> None:
+        with self._writer, self._ledger.lock:
+            self._rules = rules
+            self._ledger.presence.set_rules(keep_for_table(rules))
+
+    def read_rate(self) -> tuple[int, int]:
+        """Bytes and microseconds of the reads so far."""
+        return self._ledger.counters.timed_bytes, self._ledger.counters.read_us
+
+    def sweep(self, now_s: int, *, apply: bool) -> Swept:
+        """Drop what expired, segment by segment, letting writers in between; or say what would be dropped."""
+        if not apply:
+            return self._reclaimer.plan_sweep(now_s)
+        swept = Swept()
+        with self._writer:
+            self._ledger.segments.may_grow = True
+            self._reclaimer.drop_vanished(now_s)
+            numbers = [
+                number for number, item in self._ledger.segments.segments.items() if item.header.class_byte != FREE
+            ]
+        for number in numbers:
+            with self._writer:
+                self._reclaimer.sweep_segment(number, now_s, swept)
+        self._ledger.compact_if_due()
+        return swept
+
+    def stats(self, now_s: float) -> dict[str, Any]:
+        """Gauges and counters as numbers; ``by_class`` and ``by_space`` count served blocks and payload bytes."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            alive = presence.alive(now_s)
+            effects = effects_of(presence.rows[alive])
+            segments = self._ledger.segments
+            sealed = sum(item.sealed for item in segments.segments.values())
+            return {
+                "blocks": int(alive.sum()),
+                "blocks_expired_unswept": int((presence.used & ~alive).sum()),
+                "blocks_max": self._reclaimer.blocks_max,
+                "payload_bytes": int(presence.rows["payload_bytes"][alive].sum(dtype=np.int64)),
+                "pinned_blocks": int((presence.pin_until_s > now_s).sum()),
+                "tombstones": len(presence.tombstones),
+                "capacity_bytes": self._parts.layout.capacity_bytes,
+                "segment_bytes": self._parts.layout.segment_bytes,
+                "segments_max": segments.segments_max,
+                "segments": len(segments.segments),
+                "segments_free": segments.free_count,
+                "segments_open": len(segments.opened),
+                "segments_sealed": sealed,
+                "segments_failed": sum(item.failed for item in segments.segments.values()),
+                "leases": sum(item.leases for item in segments.segments.values()),
+                "index_bytes": self._ledger.index.disk_bytes(),
+                "index_budget_bytes": self._parts.layout.index_budget_bytes,
+                "recovery_s": self._parts.recovery_s,
+                "recovered_adopted": self._parts.recovered.adopted,
+                "recovered_dropped": self._parts.recovered.dropped,
+                "recovered_damaged": self._parts.recovered.damaged + segments.damaged,
+                "effects": effects,
+                **self._ledger.counters.as_dict(),
+            }
+
+    def accounting(self) -> dict[str, int]:
+        """Bytes of all segments: live records, dead bytes, free bytes, first pages; they add up to the files' sizes."""
+        with self._writer, self._ledger.lock:
+            return _account(self._ledger)
+
+    def close(self, *, sync: bool = True) -> None:
+        """Wait for readers (bounded), make appended bytes durable, let go of everything. Idempotent."""
+        end_s = time.monotonic() + CLOSE_S_MAX
+        while sync and time.monotonic() < end_s and self._leases():
+            time.sleep(0.005)
+        with self._writer, self._ledger.lock:
+            if self._ledger.index.closed:
+                return
+            if sync:
+                with contextlib.suppress(OSError):
+                    self._ledger.segments.flush()
+            self._ledger.index.close()
+            self._ledger.segments.close()
+            self._parts.volume.close()
+
+    # interior
+
+    def _leases(self) -> int:
+        with self._ledger.lock:
+            return sum(item.leases for item in self._ledger.segments.segments.values())
+
+    @contextlib.contextmanager
+    def _writing(self, deadline_s: float) -> Iterator[None]:
+        if not self._writer.acquire(timeout=max(0.0, deadline_s)):
+            raise DeadlineExceeded("the shard's writer was busy until the deadline")
+        try:
+            yield
+        finally:
+            self._writer.release()
+
+    def _flush(self) -> None:
+        self._ledger.segments.flush()
+
+    def _pin_until_s(self, space_id: SpaceId, key: BlockKey) -> int:
+        return self._pins.get((space_id, key), 0)
+
+    def _read(self, space_id: SpaceId, name: BlockName, place: Place, buffer: bytearray | memoryview) -> RecordHeader:
+        """Read and verify a whole block into a buffer of its payload's length. Raises RecordDamaged or OSError."""
+        if place.codec == Codec.NONE:
+            return self._check(space_id, name, *place.segment.read_record(place.offset, buffer))
+        stored = bytearray(place.stored_bytes)
+        header = self._check(space_id, name, *place.segment.read_record(place.offset, stored))
+        memoryview(buffer).cast("B")[:] = decompress(header.codec, stored, header.payload_bytes)
+        return header
+
+    def _check(self, space_id: SpaceId, name: BlockName, header: RecordHeader, mark: Mark | None) -> RecordHeader:
+        """The record must be the block asked for, and living."""
+        if (header.key, header.space_id, header.token_digest) != (name.key, space_id, name.token_digest):
+            raise RecordDamaged("the record holds another block than the index says")
+        if mark is not None:
+            raise RecordDead(mark)
+        return header
+
+    def _failed_read(self, key: BlockKey, place: Place, error: Exception, now_s: float) -> GetStatus:
+        """Quarantine what failed. A record that was removed meanwhile, or whose removal the index had lost, is a miss."""
+        counters = self._ledger.counters
+        if isinstance(error, RecordDead) and error.mark.reason is not MarkReason.DAMAGED:
+            self._ledger.forget_dead(key, place, error.mark)
+            return GetStatus.MISS
+        if not self._ledger.quarantine(key, place, int(now_s)):
+            return GetStatus.MISS
+        log.error("read_failed segment=%d offset=%d problem=%s", place.segment.number, place.offset, error)
+        if isinstance(error, OSError):
+            counters.read_errors += 1
+            return GetStatus.MISS
+        counters.corrupt += 1
+        return GetStatus.CORRUPT
+
+    def _mark_purged(self, keys: Sequence[BlockKey], now_s: int) -> OSError | None:
+        problem: OSError | None = None
+        for key in keys:
+            place = self._ledger.place(self._ledger.presence.slot(key))
+            if place is None:
+                continue
+            try:
+                place.segment.mark(place.offset, Mark(MarkReason.PURGED, now_s))
+            except OSError as error:
+                problem = error
+        return problem
+
+    def _lose_unsynced(
+        self, blocks: Sequence[Incoming], outcomes: Sequence[PutOutcome], error: OSError, now_s: int
+    ) -> list[PutOutcome]:
+        """The disk did not confirm: blocks in segments whose pages may be lost are not acknowledged and not served."""
+        log.error("flush_failed problem=%r", error)
+        self._ledger.counters.write_errors += 1
+        result = list(outcomes)
+        with self._ledger.lock:
+            for position, block in enumerate(blocks):
+                slot = self._ledger.presence.slot(block.name.key)
+                place = self._ledger.place(slot) if slot >= 0 else None
+                if place is None or place.segment.failed:
+                    result[position] = PutOutcome.REFUSED
+                    if place is not None:
+                        self._ledger.quarantine(block.name.key, place, now_s)
+        return result
+
+    def _info(self, key: BlockKey, slot: int) -> BlockInfo:
+        presence = self._ledger.presence
+        row = presence.rows[slot]
+        pairs = zip(row["touch_class"], row["touch_s"], strict=True)
+        return BlockInfo(
+            key=key,
+            space_id=SpaceId(row["space"].tobytes()),
+            parent=BlockKey(row["parent"].tobytes()),
+            index=int(row["index"]),
+            tokens=int(row["tokens"]),
+            flags=int(row["flags"]),
+            stored_bytes=int(row["stored_bytes"]),
+            payload_bytes=int(row["payload_bytes"]),
+            written_s=int(row["written_s"]),
+            keep_until_s=int(presence.keep_until_s[slot]),
+            touches={int(class_byte): int(touch_s) for class_byte, touch_s in pairs if class_byte},
+            pinned=bool(presence.pin_until_s[slot] > 0),
+            segment=int(row["segment"]),
+        )
+
+
+def tombstones_max(layout: VolumeLayout) -> int:
+    """Tombstones that a share of the index budget can hold."""
+    return min(TOMBSTONES_MAX, layout.index_budget_bytes // (4 * _TOMBSTONE_DISK_BYTES))
+
+
+def _open_index(volume: Volume, layout: VolumeLayout) -> tuple[Index, IndexContent | None]:
+    """The index and its content; a damaged one is removed and begun anew, to be rebuilt from segments."""
+    index: Index | None = None
+    try:
+        index = Index.open(volume.index_path, layout.index_budget_bytes)
+        return index, index.load()
+    except IndexDamaged as error:
+        log.error("index_damaged path=%s problem=%s: rebuilding it from the segments", volume.index_path, error)
+        if index is not None:
+            index.close()
+        Index.destroy(volume.index_path)
+        try:
+            return Index.open(volume.index_path, layout.index_budget_bytes), None
+        except (IndexDamaged, RocksError) as again:
+            raise VolumeError(f"the index of {volume.path} cannot be created: {again}") from again
+
+
+def _account(ledger: Ledger) -> dict[str, int]:
+    """Sums over segments, see ``Shard.accounting``."""
+    presence = ledger.presence
+    slots = np.flatnonzero(presence.used)
+    sizes = -(-(presence.rows["stored_bytes"][slots].astype(np.int64) + HEADER_BYTES) // 4096) * 4096
+    segments = ledger.segments.segments.values()
+    used = sum(segment.end - 4096 for segment in segments)
+    total = sum(segment.header.segment_bytes for segment in segments)
+    live = int(sizes.sum())
+    return {
+        "live_bytes": live,
+        "dead_bytes": used - live,
+        "free_bytes": total - used - 4096 * len(segments),
+        "page_bytes": 4096 * len(segments),
+        "total_bytes": total,
+    }

@@ -1,0 +1,78 @@
+"""Counters of a shard, and sums over rows by class and space.
+
+Owns no lock: counters are changed under the shard's, or are plain increments whose loss would not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.daemon.index import Rows
+from kvstore.keys import SpaceId
+from kvstore.store import ClassEffect
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the daemon started. ``corrupt``: reads that failed verification; ``hits``/``misses``: blocks of gets."""
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    read_errors: int = 0
+    bytes_read: int = 0
+    read_us: int = 0
+    timed_bytes: int = 0
+    """Bytes that took ``read_us``."""
+    puts: int = 0
+    touches: int = 0
+    replaced: int = 0
+    refused: int = 0
+    altered: int = 0
+    purged: int = 0
+    expired: int = 0
+    evicted: int = 0
+    quarantined: int = 0
+    blocks_rewritten: int = 0
+    segments_recycled: int = 0
+    bytes_written: int = 0
+    write_errors: int = 0
+    index_errors: int = 0
+    index_compactions: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def effects_of(rows: Rows) -> tuple[ClassEffect, ...]:
+    """Blocks and payload bytes by class and space, ordered by both; a block counts for the class that touched it last."""
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    if not len(rows):
+        return ()
+    spaces = np.ascontiguousarray(rows["space"]).view("V32").ravel()
+    latest = np.where(rows["touch_class"] != 0, rows["touch_s"].astype(np.int64), -1).argmax(axis=1)
+    classes = rows["touch_class"][np.arange(len(rows)), latest]
+    names, inverse = np.unique(spaces, return_inverse=True)
+    pairs = inverse.astype(np.int64) * 256 + classes
+    for pair in np.unique(pairs):
+        here: npt.NDArray[np.bool_] = pairs == pair
+        space, class_byte = divmod(int(pair), 256)
+        total = int(rows["payload_bytes"][here].sum(dtype=np.int64))
+        groups[(class_byte, names[space].tobytes())] = [int(here.sum()), total]
+    return tuple(
+        ClassEffect(class_byte, SpaceId(space), blocks, payload_bytes)
+        for (class_byte, space), (blocks, payload_bytes) in sorted(groups.items())
+    )
+
+
+def merge_effects(effects: Iterable[ClassEffect]) -> tuple[ClassEffect, ...]:
+    """Add up effects of one class and space."""
+    totals: dict[tuple[int, SpaceId], tuple[int, int]] = {}
+    for effect in effects:
+        blocks, size = totals.get((effect.class_byte, effect.space_id), (0, 0))
+        totals[(effect.class_byte, effect.space_id)] = (blocks + effect.blocks, size + effect.payload_bytes)
+    return tuple(ClassEffect(key[0], key[1], *totals[key]) for key in sorted(totals))

@@ -1,0 +1,219 @@
+"""One data directory: its lock, its format file, and how its capacity is divided.
+
+Owns the directory's layout (names, format version, volume id) and the arithmetic of physical bytes. Does not know records,
+classes or eviction. Invariants: one process at a time; segments, index and catalog together stay within the capacity;
+a directory of another format, or with foreign files, is never written to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.daemon.files import sync_directory, write_atomically
+from kvstore.daemon.segment import FIRST_RECORD
+from kvstore.errors import VolumeError, VolumeFormat, VolumeInUse
+from kvstore.limits import (
+    CAPACITY_BYTES_MIN,
+    GIB,
+    KIB,
+    MIB,
+    SEGMENT_BYTES_DEFAULT,
+    SEGMENT_BYTES_MAX,
+    SEGMENT_BYTES_MIN,
+)
+
+VOLUME_VERSION = 1
+LOCK_NAME, FORMAT_NAME, CATALOG_NAME = "LOCK", "FORMAT", "catalog.json"
+SEGMENTS_NAME, INDEX_NAME = "segments", "index"
+SEGMENTS_MIN = 3
+"""One to write, one to evict, one spare for moving blocks."""
+_KIND = "reprise-kv volume"
+_BYSTANDERS = ("lost+found", LOCK_NAME, "endpoints.json")
+_BYSTANDER_SUFFIXES = (".sock", ".log", ".pid", ".toml", ".tmp")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeLayout:
+    """How the capacity of one directory is divided; all in physical bytes."""
+
+    capacity_bytes: int
+    segment_bytes: int
+    index_budget_bytes: int
+    catalog_budget_bytes: int
+
+    @property
+    def segments_max(self) -> int:
+        """Files that fit; each may cost a page of file-system metadata beside its bytes."""
+        rest = self.capacity_bytes - self.index_budget_bytes - self.catalog_budget_bytes
+        return rest // (self.segment_bytes + 4 * KIB)
+
+
+def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayout:
+    """Reserve index and catalog, the rest is segments. Raises VolumeError where no useful store fits.
+
+    Without ``segment_bytes``: the default, or less so that there are about 32 segments.
+    """
+    if capacity_bytes < CAPACITY_BYTES_MIN:
+        raise VolumeError(
+            f"capacity of {capacity_bytes} bytes a data directory is less than the {CAPACITY_BYTES_MIN // MIB} MiB it needs"
+        )
+    if segment_bytes is None:
+        fitting = 1 << max(0, (capacity_bytes // 32).bit_length() - 1)
+        segment_bytes = min(SEGMENT_BYTES_DEFAULT, max(SEGMENT_BYTES_MIN, fitting))
+    if not SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX or segment_bytes % FIRST_RECORD:
+        raise VolumeError(
+            f"segments of {segment_bytes} bytes: use {SEGMENT_BYTES_MIN // MIB} MiB..{SEGMENT_BYTES_MAX // GIB} GiB, "
+            f"a multiple of {FIRST_RECORD} bytes"
+        )
+    layout = VolumeLayout(
+        capacity_bytes=capacity_bytes,
+        segment_bytes=segment_bytes,
+        index_budget_bytes=min(max(capacity_bytes // 64, 2 * MIB), GIB),
+        catalog_budget_bytes=min(max(capacity_bytes // 256, MIB // 2), 64 * MIB),
+    )
+    if layout.segments_max < SEGMENTS_MIN:
+        raise VolumeError(
+            f"capacity of {capacity_bytes} bytes holds {layout.segments_max} segments of {segment_bytes} bytes; it needs "
+            f"{SEGMENTS_MIN}: raise the capacity or choose smaller segments"
+        )
+    return layout
+
+
+class Volume:
+    """A locked data directory. ``close`` releases the lock."""
+
+    def __init__(self, path: Path, volume_id: bytes, segment_bytes: int | None, lock_fd: int) -> None:
+        self.path = path
+        self.volume_id = volume_id
+        self.segment_bytes = segment_bytes
+        """As fixed when the directory was made; None if it has no format file yet."""
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool) -> Volume:
+        """Lock the directory and check its format. Raises VolumeInUse, VolumeFormat, VolumeError.
+
+        With ``create`` an empty directory is made into a volume by the first ``fix_segment_bytes``.
+        """
+        try:
+            if create:
+                path.mkdir(parents=True, exist_ok=True)
+            elif not (path / FORMAT_NAME).exists():
+                raise VolumeFormat(f"{path} is not a store directory: it has no {FORMAT_NAME} file")
+            lock_fd = _lock(path)
+        except OSError as error:
+            raise VolumeError(f"data directory {path} cannot be used: {error.strerror}") from error
+        try:
+            volume_id, segment_bytes = _identify(path)
+            return cls(path, volume_id, segment_bytes, lock_fd)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+
+    def fix_segment_bytes(self, segment_bytes: int) -> None:
+        """Record the segment size of a new volume; another size than the recorded one is refused."""
+        if self.segment_bytes == segment_bytes:
+            return
+        if self.segment_bytes is not None:
+            raise VolumeError(
+                f"{self.path} was made with segments of {self.segment_bytes} bytes, not {segment_bytes}: leave the segment "
+                "size out, or use another directory"
+            )
+        content = {
+            "kind": _KIND,
+            "version": VOLUME_VERSION,
+            "volume": self.volume_id.hex(),
+            "segment_bytes": segment_bytes,
+        }
+        try:
+            self.segments_path.mkdir(exist_ok=True)
+            write_atomically(self.path / FORMAT_NAME, json.dumps(content, indent=1).encode() + b"\n")
+            sync_directory(self.path)
+        except OSError as error:
+            raise VolumeError(f"data directory {self.path} cannot be used: {error.strerror}") from error
+        self.segment_bytes = segment_bytes
+
+    @property
+    def segments_path(self) -> Path:
+        return self.path / SEGMENTS_NAME
+
+    @property
+    def index_path(self) -> Path:
+        return self.path / INDEX_NAME
+
+    @property
+    def catalog_path(self) -> Path:
+        return self.path / CATALOG_NAME
+
+    def close(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def check_file_system(path: Path, capacity_bytes: int) -> None:
+    """Raise VolumeError if the file system could never hold the capacity; warn if it cannot now."""
+    facts = os.statvfs(path)
+    if capacity_bytes > facts.f_blocks * facts.f_frsize:
+        raise VolumeError(
+            f"capacity of {capacity_bytes} bytes is more than the whole file system of {path} "
+            f"({facts.f_blocks * facts.f_frsize} bytes): lower the capacity"
+        )
+    if capacity_bytes > facts.f_bavail * facts.f_frsize:
+        log.warning("capacity_beyond_free_space path=%s free_bytes=%d", path, facts.f_bavail * facts.f_frsize)
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise VolumeInUse(f"data directory {path} is in use by process {holder}") from error
+    except OSError:
+        os.close(fd)
+        raise
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _identify(path: Path) -> tuple[bytes, int | None]:
+    """Volume id and segment size from the format file; a new id for a directory without foreign files."""
+    try:
+        text = (path / FORMAT_NAME).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        foreign = [
+            name
+            for name in sorted(os.listdir(path))
+            if name not in _BYSTANDERS and not name.startswith(".") and not name.endswith(_BYSTANDER_SUFFIXES)
+        ]
+        if foreign:
+            raise VolumeFormat(
+                f"{path} is not a store directory and not empty (it has {foreign[0]!r}): choose an empty one"
+            ) from None
+        return uuid.uuid4().bytes, None
+    try:
+        content: dict[str, Any] = json.loads(text)
+        kind, version = content["kind"], content["version"]
+        volume_id, segment_bytes = bytes.fromhex(content["volume"]), int(content["segment_bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise VolumeFormat(f"{path / FORMAT_NAME} is not a store's format file") from error
+    if kind != _KIND or version != VOLUME_VERSION:
+        raise VolumeFormat(
+            f"{path} has format {kind!r} version {version}, this program reads version {VOLUME_VERSION}: "
+            "use the program that wrote it, or an empty directory"
+        )
+    if not SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX or segment_bytes % FIRST_RECORD:
+        raise VolumeFormat(f"{path / FORMAT_NAME} names segments of {segment_bytes} bytes")
+    return volume_id, segment_bytes
