@@ -1,7 +1,8 @@
 """Attention of one sequence's queries over its keys: torch only, any device.
 
-Owns the choice between torch's fused attention and an explicit softmax. Does not know about slots, layers or windows: the
-mask says what may be seen. Legend: H query heads, K key/value heads (H is a multiple of K), N queries, T keys, D head dim.
+Owns the choice between torch's fused attention and an explicit softmax. Does not know about slots, layers or windows:
+the mask says what may be seen. Legend: H query heads, K key/value heads (H is a multiple of K), N queries, T keys,
+D head dim.
 """
 
 from __future__ import annotations

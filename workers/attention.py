@@ -19,7 +19,7 @@ from kernels.attention import attend
 from workers.batch import Slice
 
 NAME = "reprise_slots"
-"""Name of the attention function in transformers' registry. No mask is registered under it, so that models build none."""
+"""Name of the attention function in transformers' registry. No mask is registered under it, so models build none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ from workers.attention import LayerPlan
 from workers.layout import KvMemory
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of one forward: writes the planned rows, hands the layer's whole slots to attention."""
 
     is_sliding = False
 
     def __init__(self, keys_SHD: torch.Tensor, values_SHD: torch.Tensor, plan: LayerPlan) -> None:
-        super().__init__()
-        self.keys = keys_SHD
-        self.values = values_SHD
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
+        self._keys_SHD = keys_SHD
+        self._values_SHD = values_SHD
         self._plan = plan
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -34,15 +34,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values [1, heads, rows, dim] to their slots; returns the layer's slots [slots, heads, dim]."""
+        """Write new keys and values [1, heads, rows, dim] to their slots; returns all slots [slots, heads, dim]."""
         plan = self._plan
         if plan.write_slots.numel():
-            for memory_SHD, new in ((self.keys, key_states), (self.values, value_states)):
+            for memory_SHD, new in ((self._keys_SHD, key_states), (self._values_SHD, value_states)):
                 rows_RHD = new[0].transpose(0, 1)
                 if plan.write_rows is not None:
                     rows_RHD = rows_RHD.index_select(0, plan.write_rows)
                 memory_SHD.index_copy_(0, plan.write_slots, rows_RHD)
-        return self.keys, self.values
+        return self._keys_SHD, self._values_SHD
 
     def get_seq_length(self) -> int:
         """0: positions are always passed to the model explicitly, several sequences have no one length."""
@@ -55,11 +55,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class StoredGlobalLayer(SlotLayer):
+class StoredGlobalLayer(SlotLayer):  # type: ignore[no-untyped-call]
     """A global layer: rows below the write floor are not in its plan, so the stored KV stays as it is."""
 
 
-class ReplaySlidingLayer(SlotLayer):
+class ReplaySlidingLayer(SlotLayer):  # type: ignore[no-untyped-call]
     """A sliding layer: every row is written, replayed ones too, since windows are not kept on SSD."""
 
     is_sliding = True

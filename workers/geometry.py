@@ -53,7 +53,9 @@ class Geometry:
         full = tuple(index for index, kind in enumerate(kinds) if kind == _GLOBAL)
         sliding = tuple(index for index, kind in enumerate(kinds) if kind == _SLIDING)
         if not full:
-            raise UnsupportedModel("all layers slide: without a global-attention layer there is nothing durable to store")
+            raise UnsupportedModel(
+                "all layers slide: without a global-attention layer there is nothing durable to store"
+            )
         window = int(config.sliding_window) if sliding else 0
         return cls(
             global_group=AttentionGroup(0, full, heads, dim),
@@ -105,11 +107,7 @@ class Geometry:
     def state_payload_bytes(self, position: int, block_tokens: int) -> int:
         """Bytes of a whole state after ``position`` tokens: header, the last W positions' windows, the tail block."""
         tail = position % block_tokens
-        return (
-            STATE_HEADER_BYTES
-            + min(self.window, position) * self.window_token_bytes
-            + tail * self.block_token_bytes
-        )
+        return STATE_HEADER_BYTES + min(self.window, position) * self.window_token_bytes + tail * self.block_token_bytes
 
     def _token_bytes(self, group: AttentionGroup) -> int:
         return 2 * len(group.layers) * group.kv_heads * group.head_dim * DTYPE_BYTES[self.dtype]

@@ -1,9 +1,9 @@
 """The worker's KV memory as tensors, and the only place where tensors become bytes.
 
-Owns the tensors behind the slots, the byte layout ``geometry.LAYOUT`` of blocks, and the format of states. Does not know
-about models, requests or the store. Invariants: payload lengths are checked before anything is written, so a refused
-payload leaves memory untouched; a payload is the same bytes wherever its slots lie; slots begin as zeros, never as
-uninitialised memory.
+Owns the tensors behind the slots, the byte layout ``geometry.LAYOUT`` of blocks, and the format of states. Does not
+know about models, requests or the store. Invariants: payload lengths are checked before anything is written, so a
+refused payload leaves memory untouched; a payload is the same bytes wherever its slots lie; slots begin as zeros, never
+as uninitialised memory.
 
     block   for each global layer: keys [tokens, heads, dim], values [tokens, heads, dim]
     state   header (40 bytes) | for each sliding layer: keys, values of positions [position - held, position)
@@ -41,7 +41,7 @@ class BadPayload(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StateHeader:
-    """What a state says of itself. ``held``: positions of each window, fewer than W near the start or after a replay."""
+    """What a state says of itself. ``held``: positions of each window; below W near the start or after a replay."""
 
     position: int
     window: int
@@ -142,8 +142,8 @@ class KvMemory:
     def import_state(self, table: SlotTable, position: int, payload: memoryview, position_stored: int) -> int:
         """Restore the state stored after ``position_stored`` tokens, to compute on from ``position``.
 
-        ``position`` may be ``position_stored`` or less, as far as the stored windows reach: W positions are kept, so the
-        one before (an identical resend) is always served. The complete blocks before the tail must be in the slots
+        ``position`` may be ``position_stored`` or less, as far as the stored windows reach: W positions are kept, so
+        the one before (an identical resend) is always served. The complete blocks before the tail must be in the slots
         already. Returns the ``window_floor`` for what follows. Raises BadPayload; then nothing was written.
         """
         header = StateHeader.decode(payload)

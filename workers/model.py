@@ -1,6 +1,7 @@
 """A Hugging Face checkpoint that computes over a worker's slots.
 
-Owns the forward of packed slices and the exact (triangular) replay. Does not know about requests, plans, the store or text.
+Owns the forward of packed slices and the exact (triangular) replay. Does not know about requests, plans, the store or
+text.
 Invariants: one forward reads and writes only the slots of its slices; positions are always explicit; all work happens
 on one thread.
 """
@@ -31,7 +32,7 @@ REPLAY_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What others must know of a loaded model. ``stop_token_ids`` end an answer; ``weights_digest`` goes into the space."""
+    """What others must know of a loaded model. ``stop_token_ids`` end an answer; the digest goes into the space."""
 
     geometry: Geometry
     weights_digest: bytes
@@ -59,11 +60,11 @@ class Model:
         if threads is not None:
             torch.set_num_threads(threads)
         register()
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         geometry = Geometry.from_config(config, dtype)
         digest = weights_digest(directory)
-        network = AutoModelForCausalLM.from_pretrained(
+        network: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=NAME,
@@ -117,28 +118,35 @@ class Model:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def triangular_replay(
-        self, memory: KvMemory, tokens: Sequence[int], table: SlotTable, position: int, chunk_tokens: int = REPLAY_CHUNK_TOKENS
+        self,
+        memory: KvMemory,
+        tokens: Sequence[int],
+        table: SlotTable,
+        position: int,
+        chunk_tokens: int = REPLAY_CHUNK_TOKENS,
     ) -> int:
         """Rebuild all windows exactly, so that computing on from ``position`` equals an uninterrupted run.
 
-        ``tokens`` is the whole prefix [0, position) at least; the global layers' KV of it must be in the slots. Returns the
-        ``window_floor`` for what follows.
+        ``tokens`` is the whole prefix [0, position) at least; the global layers' KV of it must be in the slots. Returns
+        the ``window_floor`` for what follows.
         """
-        floor = position
-        for floor in self.triangular_steps(memory, tokens, table, position, chunk_tokens):
-            pass
-        return floor
+        return list(self.triangular_steps(memory, tokens, table, position, chunk_tokens))[-1]
 
     def triangular_steps(
-        self, memory: KvMemory, tokens: Sequence[int], table: SlotTable, position: int, chunk_tokens: int = REPLAY_CHUNK_TOKENS
+        self,
+        memory: KvMemory,
+        tokens: Sequence[int],
+        table: SlotTable,
+        position: int,
+        chunk_tokens: int = REPLAY_CHUNK_TOKENS,
     ) -> Iterator[int]:
         """``triangular_replay`` step by step, so that a caller may stop between steps; yields the final window_floor.
 
-            layer l runs positions [position - n(l) x (W-1), position), n(l) = sliding layers at or above l:
+        layer l runs positions [position - n(l) x (W-1), position), n(l) = sliding layers at or above l:
 
-            layer 0  ....|##########################|      nothing runs above the last sliding layer, and no LM head;
-            layer 1  .........|#####################|      rows are dropped as the layers rise, since a layer's window
-            last     ...................|###########|      needs W-1 earlier positions of the layer below, no more
+        layer 0  ....|##########################|      nothing runs above the last sliding layer, and no LM head;
+        layer 1  .........|#####################|      rows are dropped as the layers rise, since a layer's window
+        last     ...................|###########|      needs W-1 earlier positions of the layer below, no more
         """
         if not 0 < position <= len(tokens):
             raise ValueError(f"cannot replay up to {position} of {len(tokens)} tokens")
@@ -246,7 +254,7 @@ def _keep_last_rows(rows: int) -> Any:
 
 
 def _triangle(geometry: Geometry, position: int) -> list[int]:
-    """First position that each layer must run: position - n x (W-1), n = sliding layers at or above it; see section above."""
+    """First position that each layer must run: position - n x (W-1), n = sliding layers at or above it."""
     sliding = set(geometry.sliding_group.layers) if geometry.sliding_group else set()
     starts, count = [position] * geometry.layers, 0
     for layer in reversed(range(geometry.layers)):

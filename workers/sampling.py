@@ -36,7 +36,7 @@ def choose(
 def _nucleus(
     logits: npt.NDArray[np.float64], temperature: float, top_p: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Candidates by falling probability (equal ones by rising id) until ``top_p`` is reached, and their cumulative weights."""
+    """Candidates by falling probability (equal ones by rising id) until ``top_p``, and their cumulative weights."""
     order = np.argsort(-logits, kind="stable")
     weights = np.cumsum(np.exp((logits[order] - logits[order[0]]) / temperature))
     kept = int(np.searchsorted(weights, top_p * weights[-1], side="left")) + 1
@@ -44,7 +44,7 @@ def _nucleus(
 
 
 def _uniform(seed: int | None, position: int, generator: np.random.Generator | None) -> float:
-    """A number in [0, 1): by (seed, position) through Philox, a counter-based generator whose stream numpy keeps stable."""
+    """A number in [0, 1): by (seed, position) through Philox, a counter-based generator with a stable stream."""
     if seed is not None:
         return float(np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random())
     return float((generator or np.random.default_rng()).random())

