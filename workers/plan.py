@@ -179,7 +179,7 @@ def make_plan(
 ) -> Plan:
     """Choose how to restore. ``lookup`` covers the complete blocks of the prompt, in order.
 
-    Order: a state at or just before the boundary; blocks and replay; a state further back; cold.
+    Order: a state at or just before the boundary (no further than a replay is long); blocks and replay; cold.
     """
     exact_only = fidelity == "exact"
     blocks = lookup.prefix_blocks(exact_only=exact_only)
@@ -191,11 +191,8 @@ def make_plan(
     ]
     replay_tokens, replay_exact = reach.replay_tokens(fidelity)
     sight = _Sight(prompt_tokens, lookup, blocks, reach, reason)
-    deepest = usable[0] if usable else None
-    near = _from_state(sight, deepest, gap_tokens_max=replay_tokens) if deepest else None
-    chosen = near or _from_blocks(sight, replay_tokens, replay_exact)
-    if chosen is None and deepest is not None:
-        chosen = _from_state(sight, deepest, gap_tokens_max=None)
+    chosen = _from_state(sight, usable[0], gap_tokens_max=replay_tokens) if usable else None
+    chosen = chosen or _from_blocks(sight, replay_tokens, replay_exact)
     if chosen is not None:
         return _checked(chosen)
     return cold_plan(prompt_tokens, reason=REASON_DECLINED if blocks else reason)
@@ -234,22 +231,18 @@ class _Sight:
         return not bool(np.any(self.lookup.flags[:count] & FLAG_APPROXIMATE))
 
 
-def _from_state(sight: _Sight, state: StoredState, *, gap_tokens_max: int | None) -> Plan | None:
-    """Resume from a state. Blocks beyond it are served while the gap is recomputed, up to ``gap_tokens_max`` tokens
-    (then None: a replay is shorter); with no maximum the blocks beyond it are left alone."""
+def _from_state(sight: _Sight, state: StoredState, *, gap_tokens_max: int) -> Plan | None:
+    """Resume from a state. Where blocks beyond it are stored they are served, while the gap goes through the model for
+    its windows; None where that gap is longer than ``gap_tokens_max``: then a replay is shorter."""
     reach, last = sight.reach, sight.prompt_tokens - 1
     stored = sight.blocks * reach.block_tokens
+    if not reach.sliding_layers and state.position <= stored:
+        return None  # it adds nothing to the blocks
     compute_start = min(state.position, last)
-    if not reach.sliding_layers:
-        if state.position <= stored:
-            return None  # it adds nothing to the blocks
-        gap_tokens_max = 0
-    floor = state.position
-    if gap_tokens_max is not None:
-        floor = max(floor, stored)
-        if min(floor, last) - compute_start > gap_tokens_max:
-            return None
-    load_blocks = floor // reach.block_tokens if floor > state.position else state.position // reach.block_tokens
+    floor = max(state.position, stored)
+    if min(floor, last) - compute_start > gap_tokens_max:
+        return None
+    load_blocks = floor // reach.block_tokens
     return Plan(
         way="state",
         prompt_tokens=sight.prompt_tokens,
