@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -119,9 +118,7 @@ class MemoryLease:
     def __enter__(self) -> MemoryLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -396,6 +393,8 @@ class MemoryStore:
                 del self._states[state_key]
             for key in found:
                 self._remove(key, Presence.PURGED)
+            for state_key in [key for key, state in self._states.items() if state.name.parent in set(keys)]:
+                del self._states[state_key]
             self._counts["purged"] += len(found)
             return len(found)
 

@@ -65,12 +65,12 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, token: str | N
 
 def _node_config(config: StoreConfig) -> NodeConfig:
     return NodeConfig(
-        data_dirs=config.data,
+        directories=config.data,
         capacity_bytes=config.capacity_bytes,
         segment_bytes=config.segment_bytes,
         state_pool_bytes=config.state_pool_bytes,
         state_ttl_s=config.state_ttl_s,
-        sweep_every_s=config.sweep_every_s,
+        sweep_interval_s=config.sweep_every_s,
     )
 
 

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Protocol
 
 import xxhash
@@ -46,19 +45,30 @@ log = logging.getLogger("kvstore.daemon")
 class Lease(Protocol):
     """A payload held for reading: bytes of an open file, or ``data`` when it had to be decompressed."""
 
-    fd: int | None
-    offset: int
-    data: Buffer | None
-    payload_bytes: int
-    checksum: int
-    flags: int
-    token_digest: TokenDigest
+    @property
+    def fd(self) -> int | None: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def data(self) -> Buffer | None: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def checksum(self) -> int: ...
+
+    @property
+    def flags(self) -> int: ...
+
+    @property
+    def token_digest(self) -> TokenDigest: ...
 
     def __enter__(self) -> Lease: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Backend(Store, Protocol):

@@ -1,0 +1,132 @@
+"""Stores of every kind for the tests that run on all of them: in memory, on disk, and served over sockets."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore import limits
+from kvstore.client import StoreClient
+from kvstore.daemon.admission import Admission
+from kvstore.daemon.metrics import ServerMetrics
+from kvstore.daemon.node import Node, NodeConfig
+from kvstore.daemon.server import Server, ServerConfig
+from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
+
+CAPACITY_BYTES = 32 * limits.MIB
+STATE_POOL_BYTES = 4 * limits.MIB
+
+
+@contextmanager
+def short_dir() -> Iterator[Path]:
+    """A directory whose path leaves room for a Unix socket (107 bytes)."""
+    path = Path(tempfile.mkdtemp(prefix="kv"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def open_memory(clock: ManualClock) -> MemoryStore:
+    return MemoryStore(clock, TEST_RULES, capacity_bytes=CAPACITY_BYTES, state_pool_bytes=STATE_POOL_BYTES)
+
+
+def open_node(data: Path, clock: ManualClock, capacity_bytes: int = CAPACITY_BYTES) -> Node:
+    config = NodeConfig(
+        directories=(data,),
+        capacity_bytes=capacity_bytes,
+        segment_bytes=limits.MIB,
+        state_pool_bytes=STATE_POOL_BYTES,
+    )
+    return Node.open(config, clock, TEST_RULES)
+
+
+@contextmanager
+def served(
+    backend: Any, folder: Path, *, token: str = "", admission: Admission | None = None, **settings: Any
+) -> Iterator[Server]:
+    """A data plane over a backend, on a Unix socket and a free TCP port of loopback."""
+    config = ServerConfig(
+        name="test", tcp=("127.0.0.1", 0), unix_path=folder / "store.sock", token=token.encode(), **settings
+    )
+    server = Server.start(config, backend, ServerMetrics(), admission)
+    try:
+        yield server
+    finally:
+        server.stop(drain_s=2.0)
+
+
+@contextmanager
+def client_of(*addresses: str, **options: Any) -> Iterator[StoreClient]:
+    client = StoreClient.connect(addresses, **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A store under test and the clock that it goes by. ``backends``: what lies behind it."""
+
+    store: Any
+    clock: ManualClock
+    backends: tuple[Any, ...]
+
+
+def _memory(stack: ExitStack) -> Subject:
+    clock = ManualClock()
+    store = open_memory(clock)
+    return Subject(store, clock, (store,))
+
+
+def _node(stack: ExitStack) -> Subject:
+    clock = ManualClock()
+    node = open_node(stack.enter_context(short_dir()) / "data", clock)
+    stack.callback(node.close)
+    return Subject(node, clock, (node,))
+
+
+def _client(stack: ExitStack, nodes: int, pick: Callable[[Server], str], on_disk: bool) -> Subject:
+    clock = ManualClock()
+    backends, addresses = [], []
+    for at in range(nodes):
+        folder = stack.enter_context(short_dir())
+        if on_disk:
+            backend: Any = open_node(folder / "data", clock)
+            stack.callback(backend.close)
+        else:
+            backend = open_memory(clock)
+        server = stack.enter_context(served(backend, folder))
+        backends.append(backend)
+        addresses.append(f"n{at}={pick(server)}")
+    return Subject(stack.enter_context(client_of(*addresses)), clock, tuple(backends))
+
+
+def _tcp(server: Server) -> str:
+    return server.addresses[0]
+
+
+def _unix(server: Server) -> str:
+    return server.addresses[1]
+
+
+SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
+    "memory": _memory,
+    "node": _node,
+    "unix": lambda stack: _client(stack, 1, _unix, on_disk=True),
+    "tcp": lambda stack: _client(stack, 1, _tcp, on_disk=True),
+    "two-nodes": lambda stack: _client(stack, 2, _unix, on_disk=True),
+    "memory-served": lambda stack: _client(stack, 1, _unix, on_disk=False),
+}
+
+
+@contextmanager
+def subject(kind: str) -> Iterator[Subject]:
+    with ExitStack() as stack:
+        yield SUBJECTS[kind](stack)
