@@ -1,7 +1,8 @@
 """The catalog: what operators said and nothing else can tell again: the policy in force, registered spaces, pins.
 
-Owns one small file, replaced as a whole. Does not know blocks. Invariants: a reader sees the old catalog or the new one,
-also after power loss; a catalog that fails its checksum stops the daemon instead of silently forgetting a policy or a pin.
+Owns one small file, replaced as a whole. Does not know blocks. Invariants: a reader sees the old catalog or the new
+one, also after power loss; a catalog that fails its checksum stops the daemon instead of silently forgetting a policy
+or a pin.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Catalog:
             raise VolumeError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise VolumeError(
-                f"{path} is damaged ({error}); `reprise store fsck --repair` sets it aside, and policy and pins must then "
-                "be given again"
+                f"{path} is damaged ({error}); `reprise store fsck --repair` sets it aside, and policy and pins must "
+                "then be given again"
             ) from error
         return cls(path, budget_bytes, content)
 
@@ -68,8 +69,8 @@ class Catalog:
         data = encode_catalog(content)
         if len(data) > self._budget_bytes // 2 or len(content.spaces) > SPACES_MAX:
             raise Overloaded(
-                f"the catalog is full ({len(content.spaces)} spaces, {len(content.pins)} pins): purge spaces, unpin, or raise "
-                "the capacity",
+                f"the catalog is full ({len(content.spaces)} spaces, {len(content.pins)} pins): purge spaces, unpin, "
+                "or raise the capacity",
                 retry_after_s=60.0,
             )
         try:

@@ -1,7 +1,7 @@
 """File operations of the daemon: the one seam between the store and the operating system.
 
-Owns the retry of short reads and writes, and nothing else. Does not know what the bytes mean. Tests pass a subclass that
-injects ENOSPC, EIO and short transfers. Invariant: a write that returns has handed every byte to the kernel.
+Owns the retry of short reads and writes, and nothing else. Does not know what the bytes mean. Tests pass a subclass
+that injects ENOSPC, EIO and short transfers. Invariant: a write that returns has handed every byte to the kernel.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Files:
         os.fdatasync(fd)
 
     def allocate(self, fd: int, count: int) -> bool:
-        """Reserve ``count`` bytes of disk for the file; False where the file system cannot (the file is extended only)."""
+        """Reserve ``count`` bytes of disk for the file; False where the file system cannot (the file
+        is extended only).
+        """
         try:
             os.posix_fallocate(fd, 0, count)
         except OSError as error:
@@ -112,7 +114,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def disk_bytes(path: Path) -> int:
-    """Physical bytes of a file or a whole directory, as ``du`` counts them; names that vanish meanwhile count nothing."""
+    """Physical bytes of a file or a whole directory, as ``du`` counts them; names that vanish
+    meanwhile count nothing.
+    """
     total = 0
     try:
         total += path.stat().st_blocks * 512

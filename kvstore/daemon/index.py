@@ -1,12 +1,13 @@
 """The index: metadata of every stored block in RocksDB, a mirror on disk of the presence map.
 
-Owns the entry's bytes, the database and its disk budget. Does not know payloads, policy or deadlines: an entry keeps touches,
-and a deadline follows from touches and the rules in force. Invariants: the index is derived (segments rebuild it); each
-batch is atomic and carries the count of entries, so that a silent loss is found at the next load; its directory stays
-within the budget, because RocksDB's own files are compacted by rewriting and its log is cut.
+Owns the entry's bytes, the database and its disk budget. Does not know payloads, policy or deadlines: an entry keeps
+touches, and a deadline follows from touches and the rules in force. Invariants: the index is derived (segments
+rebuild it); each batch is atomic and carries the count of entries, so that a silent loss is found at the next load;
+its directory stays within the budget, because RocksDB's own files are compacted by rewriting and its log is cut.
 
 rocksdb-py holds the GIL during calls and has no synced write: batches are small, and durability comes from segments.
-Its iterators abort the process if they outlive their database: they never leave this module. The WAL survives kill -9.
+Its iterators abort the process if they outlive their database: they never leave this module. The WAL survives kill
+-9.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import rocksdbpy
 from kvstore.daemon.files import disk_bytes, sync_directory
 from kvstore.daemon.record import TOUCHES_MAX, RecordHeader
 from kvstore.keys import BlockKey
-from kvstore.limits import KEY_BYTES, KIB, MIB
+from kvstore.limits import GIB, KEY_BYTES, KIB, MIB
 
 INDEX_VERSION = 1
 
@@ -171,6 +172,14 @@ class Index:
         index = cls(path, budget_bytes, _open_database(path, budget_bytes))
         index._cut_logs()
         return index
+
+    @classmethod
+    def open_read_only(cls, path: Path) -> Index:
+        """For checking: nothing is written, not even RocksDB's own recovery."""
+        try:
+            return cls(path, GIB, rocksdbpy.open_for_readonly(str(path), _options(GIB), False))
+        except RocksError as error:
+            raise IndexDamaged(f"the index cannot be opened: {error}") from error
 
     @staticmethod
     def destroy(path: Path) -> None:
@@ -321,16 +330,20 @@ def _iterate(database: Any, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _open_database(path: Path, budget_bytes: int) -> rocksdbpy.RocksDB:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return rocksdbpy.open(str(path), _options(budget_bytes))
+    except (RocksError, OSError) as error:
+        raise IndexDamaged(f"the index cannot be opened: {error}") from error
+
+
+def _options(budget_bytes: int) -> Any:
     options: Any = rocksdbpy.Option()
     options.create_if_missing(True)
     options.set_write_buffer_size(min(max(budget_bytes // 32, 64 * KIB), 16 * MIB))
     options.set_max_background_jobs(2)
     options.set_max_open_files(64)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        return rocksdbpy.open(str(path), options)
-    except (RocksError, OSError) as error:
-        raise IndexDamaged(f"the index cannot be opened: {error}") from error
+    return options
 
 
 def _spare(path: Path) -> Path:

@@ -1,8 +1,8 @@
 """What a shard holds: the presence map and the index, changed together under one lock, and the leases on segments.
 
-Owns that lock. Does not write records or choose victims. Invariants: memory and index agree after every method, or the index's
-count of entries betrays it at the next start and it is rebuilt; a place handed out keeps its segment from being recycled
-until it is given back.
+Owns that lock. Does not write records or choose victims. Invariants: memory and index agree after every method, or
+the index's count of entries betrays it at the next start and it is rebuilt; a place handed out keeps its segment from
+being recycled until it is given back.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Ledger:
         return here == (place.segment.number, place.generation, place.offset)
 
     def store(
-        self, entries: Sequence[tuple[BlockKey, bytes]], segment: Segment, pins_s: Mapping[BlockKey, int]
+        self, entries: Sequence[tuple[BlockKey, bytes]], segments: Iterable[Segment], pins_s: Mapping[BlockKey, int]
     ) -> None:
         """Add or replace rows whose records are written. Raises RocksError; nothing has changed then."""
         with self.lock:
@@ -112,7 +112,7 @@ class Ledger:
             forgotten = {key: None for key, _ in entries if self.presence.tombstone(key)}
             batch = IndexBatch(
                 entries=entries,
-                extents={segment.number: Extent(segment.header.generation, segment.end)},
+                extents={segment.number: Extent(segment.header.generation, segment.end) for segment in segments},
                 tombstones=forgotten,
                 blocks=len(self.presence) + added,
             )
@@ -142,7 +142,9 @@ class Ledger:
                 self._write(IndexBatch(removed=removed, tombstones=tombstones, blocks=len(self.presence)))
 
     def quarantine(self, key: BlockKey, place: Place, now_s: int) -> bool:
-        """Stop serving a record that failed verification; the caller holds a lease. False if it had moved on already."""
+        """Stop serving a record that failed verification; the caller holds a lease. False if it had
+        moved on already.
+        """
         with self.lock:
             if not self.is_at(key, place):
                 return False
@@ -188,7 +190,9 @@ class Ledger:
         }
 
     def _write(self, batch: IndexBatch) -> None:
-        """A removal or touch that the index refuses stays in memory; the count then differs and the next start rebuilds."""
+        """A removal or touch that the index refuses stays in memory; the count then differs and the
+        next start rebuilds.
+        """
         try:
             self.index.write(batch)
         except RocksError as error:

@@ -1,8 +1,8 @@
 """The node: every shard of a host, the state pool and the catalog, as one ``Store``.
 
-Owns the choice of shard, the checks of arguments, and the background sweep. Does not know sockets. Invariants: a block lies in
-one shard (where it is, or by rendezvous of its route); reads ask every shard, so that adding a data directory loses nothing;
-policy, spaces and pins are in the catalog before they are in force.
+Owns the choice of shard, the checks of arguments, and the background sweep. Does not know sockets. Invariants: a
+block lies in one shard (where it is, or by rendezvous of its route); reads ask every shard, so that adding a data
+directory loses nothing; policy, spaces and pins are in the catalog before they are in force.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ log = logging.getLogger(__name__)
 class NodeConfig:
     """What a node is opened with. ``capacity_bytes`` is for all directories together, divided evenly.
 
-    ``segment_bytes`` None: as the directory was made, or by the capacity. ``sweep_interval_s`` 0: no sweep in the background.
+    ``segment_bytes`` None: as the directory was made, or by the capacity. ``sweep_interval_s`` 0: no sweep in the
+    background.
     ``commit_window_s``: how long a group commit waits for company.
     """
 
@@ -120,7 +121,8 @@ class Node:
     ) -> Node:
         """Lock, check and recover every directory.
 
-        ``rules`` begin a new store; one that has a policy already keeps it (change it by ``set_policy``), so that a restart
+        ``rules`` begin a new store; one that has a policy already keeps it (change it by ``set_policy``), so that a
+        restart
         changes no deadline. Raises VolumeInUse, VolumeFormat, VolumeError.
         """
         if not config.directories or len(set(config.directories)) != len(config.directories):
@@ -266,8 +268,8 @@ class Node:
             by_shard.setdefault(place, []).append((position, incoming))
         if blocks and oversized == len(blocks):
             raise CapacityProtected(
-                f"blocks of {len(blocks[0].payload)} bytes do not fit a segment ({self._shards[0].payload_bytes_max} bytes): "
-                "make the store with larger segments"
+                f"blocks of {len(blocks[0].payload)} bytes do not fit a segment, which takes "
+                f"{self._shards[0].payload_bytes_max}: make the store with larger segments"
             )
         for place, items in by_shard.items():
             left_s = max(0.0, end_s - time.monotonic())

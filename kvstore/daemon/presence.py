@@ -1,9 +1,9 @@
 """The presence map: every stored block in memory, so that a lookup of a whole prompt costs one call and no disk.
 
-Owns the map from key to row, the deadlines derived from touches, and the tombstones that say why a block is gone. Does not
-know files or locks: its shard guards it. Invariants: a row is the index entry byte for byte; a deadline is the maximum over
-touches of touch + keep_for of the class, or the pin's end where that is later; nothing past its deadline is PRESENT.
-Memory: about 350 bytes a block.
+Owns the map from key to row, the deadlines derived from touches, and the tombstones that say why a block is gone.
+Does not know files or locks: its shard guards it. Invariants: a row is the index entry byte for byte; a deadline is
+the maximum over touches of touch + keep_for of the class, or the pin's end where that is later; nothing past its
+deadline is PRESENT. Memory: about 350 bytes a block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def keep_until(rows: Rows, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.
 def merge_touch(row: np.void, class_byte: int, now_s: int, keep_for_s: npt.NDArray[np.int64]) -> bool:
     """Count a use in a row; False if nothing worth an index write changed.
 
-    A touch that advances its class's deadline by less than 1/1024 of keep_for is dropped from memory and disk alike, so that a
+    A touch that advances its class's deadline by less than 1/1024 of keep_for is dropped from memory and disk alike,
+    so that a
     hot block costs no write a use, and a restart changes no deadline.
     """
     classes, times = row["touch_class"], row["touch_s"]

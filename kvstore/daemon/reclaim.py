@@ -1,8 +1,9 @@
 """Which segment goes next when room is needed, and what a sweep does with each: pure choices over numbers.
 
-Owns the order of reclaiming. Does not know files, locks or blocks' contents; the shard carries the choice out. Order: segments
-whose every promise is past; segments mostly dead, whose few living blocks move on (nothing is lost); then living blocks, by
-class priority down to each class's floor, earliest promise first, whole segments. Pinned blocks are never dropped.
+Owns the order of reclaiming. Does not know files, locks or blocks' contents; the shard carries the choice out. Order:
+segments whose every promise is past; segments mostly dead, whose few living blocks move on (nothing is lost); then
+living blocks, by class priority down to each class's floor, earliest promise first, whole segments. Pinned blocks are
+never dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ LIVE_SHARE_MAX = 0.5
 
 
 class Action(Enum):
-    """FREE: drop what is left and recycle. MOVE_ALIVE: rewrite every living block first. MOVE_PINNED: only the pinned."""
+    """FREE: drop what is left and recycle. MOVE_ALIVE: rewrite every living block first. MOVE_PINNED:
+    only the pinned.
+    """
 
     FREE = "free"
     MOVE_ALIVE = "move alive"
@@ -68,7 +71,9 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules) -> Step | N
 
 
 def sweep_action(usage: SegmentUsage) -> Action | None:
-    """What a sweep does with a segment that holds expired or dead bytes: None keeps it (its expired blocks are dropped)."""
+    """What a sweep does with a segment that holds expired or dead bytes: None keeps it (its expired
+    blocks are dropped).
+    """
     if usage.busy:
         return None
     if usage.alive_bytes == 0:

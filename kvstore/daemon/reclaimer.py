@@ -1,7 +1,8 @@
 """Making room: carries out what ``reclaim`` chooses, and the sweep of expired blocks.
 
-Owns recycling and moving of records. Does not decide the order. Invariants: runs only under the shard's writer lock; a victim
-is recycled only after its survivors' copies are durable and known; one segment that cannot be recycled is passed over.
+Owns recycling and moving of records. Does not decide the order. Invariants: runs only under the shard's writer lock;
+a victim is recycled only after its survivors' copies are durable and known; one segment that cannot be recycled is
+passed over.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Reclaimer:
         self.blocks_max = blocks_max(index_budget_bytes)
 
     def segment_for(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
-        """A segment with room for a new record of a class and expiry day, recycling others if need be; None: refused."""
+        """A segment with room for a new record of a class and expiry day, recycling others if need be;
+        None: refused.
+        """
         segment = self._ledger.segments.open_for(class_byte, day, record_bytes)
         if segment is not None:
             return segment
@@ -309,19 +312,28 @@ class Reclaimer:
         return segments.open_for(class_byte, day, record_bytes) or segments.begin(class_byte, day, now_s, spare=0)
 
     def _switch(self, copies: list[tuple[BlockKey, Place, RecordHeader, Segment]], now_s: int) -> int | None:
-        """Make the copies durable, then the ones that count; the originals are marked dead."""
+        """Make the copies durable, then the originals dead, then the copies count: all in one index batch.
+
+        A crash before that batch leaves copies beyond what the index knows of their segment: recovery adopts them.
+        """
+        presence = self._ledger.presence
+        targets = {copy[3].number: copy[3] for copy in copies}.values()
+        dead = Mark(MarkReason.MOVED, now_s)
         try:
-            for target in {copy[3].number: copy[3] for copy in copies}.values():
+            for target in targets:
                 target.sync()
-            for key, place, fresh, target in copies:
-                with self._ledger.lock:
+            with self._ledger.lock:
+                entries: list[tuple[BlockKey, bytes]] = []
+                pins_s: dict[BlockKey, int] = {}
+                for key, place, fresh, target in copies:
                     if not self._ledger.is_at(key, place):
-                        target.mark(fresh.offset, Mark(MarkReason.MOVED, now_s))
+                        target.mark(fresh.offset, dead)
                         continue
-                    pin_s = int(self._ledger.presence.pin_until_s[self._ledger.presence.slot(key)])
-                    self._ledger.store([(key, entry_of(fresh))], target, {key: pin_s})
-                    place.segment.mark(place.offset, Mark(MarkReason.MOVED, now_s))
-                    self._ledger.counters.blocks_rewritten += 1
+                    place.segment.mark(place.offset, dead)
+                    entries.append((key, entry_of(fresh)))
+                    pins_s[key] = int(presence.pin_until_s[presence.slot(key)])
+                self._ledger.store(entries, targets, pins_s)
+                self._ledger.counters.blocks_rewritten += len(entries)
         except (OSError, RocksError) as error:
             self._ledger.counters.write_errors += 1
             log.error("blocks_not_moved problem=%r", error)

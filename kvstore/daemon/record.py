@@ -42,7 +42,9 @@ assert RECORD_ALIGN % HEADER_BYTES == 0 and KEY_BYTES == 32
 
 
 class RecordDamaged(Exception):
-    """A record fails its checks; the message says which. Never leaves the daemon: it becomes a miss and a quarantine."""
+    """A record fails its checks; the message says which. Never leaves the daemon: it becomes a miss
+    and a quarantine.
+    """
 
 
 class RecordDead(RecordDamaged):

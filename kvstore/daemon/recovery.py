@@ -1,9 +1,10 @@
 """What a shard holds, found out at start: the index, checked against the segments, plus what it does not know yet.
 
-Owns the merge of index content and scanned records. Does not know policy or presence. Invariants: an index entry counts only
-if its segment is still in that generation and the record lies below the extent that the index knew; records beyond it are
-adopted if their header and payload verify (so kill -9 loses nothing acknowledged); of two records of one key the exact one
-wins, then the later found, and the loser is marked dead on disk; a record marked dead is never adopted.
+Owns the merge of index content and scanned records. Does not know policy or presence. Invariants: an index entry
+counts only if its segment is still in that generation and the record lies below the extent that the index knew;
+records beyond it are adopted if their header and payload verify (so kill -9 loses nothing acknowledged); of two
+records of one key the exact one wins, then the later found, and the loser is marked dead on disk; a record marked
+dead is never adopted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Recovered:
 
 
 def recover(segments: Mapping[int, Segment], content: IndexContent | None, now_s: int) -> Recovered:
-    """Reconcile; sets ``end`` of every unsealed segment. ``content`` None: there is no index, segments tell everything."""
+    """Reconcile; sets ``end`` of every unsealed segment. ``content`` None: there is no index, segments
+    tell everything.
+    """
     known = content if content is not None else IndexContent([], np.zeros(0, dtype=ENTRY_DTYPE), {}, {})
     found = _trusted(segments, known, now_s)
     found.changed = content is None

@@ -1,9 +1,10 @@
 """One segment: a preallocated, append-only, recycled file of records.
 
-Owns the file's first page (header and seal), appending, reading one record and scanning. Does not know the index, classes'
-meaning or eviction. Invariants: records of one segment carry its number, its present generation and their own offset, so
-a record of an earlier life is never taken for a new one; recycling writes a new random generation before any record;
-a scan stops at the first damage beyond what is known to have been written (the torn-tail rule), and skips damage before.
+Owns the file's first page (header and seal), appending, reading one record and scanning. Does not know the index,
+classes' meaning or eviction. Invariants: records of one segment carry its number, its present generation and their
+own offset, so a record of an earlier life is never taken for a new one; recycling writes a new random generation
+before any record; a scan stops at the first damage beyond what is known to have been written (the torn-tail rule),
+and skips damage before.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from kvstore.daemon.record import (
     MARK_OFFSET,
     RECORD_ALIGN,
     Mark,
+    MarkReason,
     RecordDamaged,
     RecordHeader,
     decode_header,
     decode_mark,
+    encode_header,
     encode_mark,
     verify_payload,
 )
+from kvstore.keys import BlockKey, SpaceId, TokenDigest
+from kvstore.limits import PAYLOAD_BYTES_MAX
 from kvstore.store import Buffer
 
 SEGMENT_VERSION = 1
@@ -51,7 +56,9 @@ class SegmentDamaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a segment says of itself. ``day``: expiry day of its blocks, days since the epoch; class 0 is a free segment."""
+    """What a segment says of itself. ``day``: expiry day of its blocks, days since the epoch; class 0
+    is a free segment.
+    """
 
     segment: int
     generation: int
@@ -63,13 +70,16 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """One step of a scan: a record (``header``), or damage between records. ``payload_ok`` is None where not asked."""
+    """One step of a scan: a record (``header``), or damage of ``hole_bytes`` between records.
+    ``payload_ok`` is None where not asked.
+    """
 
     offset: int
     header: RecordHeader | None
     mark: Mark | None
     payload_ok: bool | None
     problem: str = ""
+    hole_bytes: int = 0
 
 
 def segment_path(directory: Path, segment: int) -> Path:
@@ -116,9 +126,11 @@ def decode_seal(page: Buffer, generation: int) -> int | None:
 
 
 class Segment:
-    """An open segment file. Appending, sealing and recycling belong to one writer; reading to anybody who holds a lease.
+    """An open segment file. Appending, sealing and recycling belong to one writer; reading to anybody who holds a
+    lease.
 
-    ``end``: where the next record goes. ``leases``: readers outside the shard's lock; while there are any, the segment is
+    ``end``: where the next record goes. ``leases``: readers outside the shard's lock; while there are any, the
+    segment is
     not recycled. ``failed``: the file refused a write; it is read from, but never chosen again.
     """
 
@@ -137,7 +149,9 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, directory: Path, header: SegmentHeader) -> tuple[Segment, bool]:
-        """A new file, preallocated as a whole; also whether the file system could. Raises OSError and leaves no file."""
+        """A new file, preallocated as a whole; also whether the file system could. Raises OSError and
+        leaves no file.
+        """
         path = segment_path(directory, header.segment)
         fd = files.open(path, create=True)
         try:
@@ -153,7 +167,9 @@ class Segment:
 
     @classmethod
     def open(cls, files: Files, path: Path) -> Segment:
-        """An existing file. Raises SegmentDamaged or OSError. ``end`` is that of the seal, else to be found by a scan."""
+        """An existing file. Raises SegmentDamaged or OSError. ``end`` is that of the seal, else to be
+        found by a scan.
+        """
         fd = files.open(path)
         try:
             page = files.read(fd, FIRST_RECORD, 0)
@@ -203,7 +219,9 @@ class Segment:
         self.dirty = True
 
     def sync(self) -> None:
-        """Make everything appended so far durable. Raises OSError (and marks the segment failed: its pages may be lost)."""
+        """Make everything appended so far durable. Raises OSError (and marks the segment failed: its
+        pages may be lost).
+        """
         try:
             self.dirty = False
             self.files.fdatasync(self.fd)
@@ -229,7 +247,9 @@ class Segment:
         return self._decode(data, offset), decode_mark(data)
 
     def read_record(self, offset: int, payload: bytearray | memoryview) -> tuple[RecordHeader, Mark | None]:
-        """One gather read of header and stored payload into ``payload``, both verified. Raises RecordDamaged, OSError."""
+        """One gather read of header and stored payload into ``payload``, both verified. Raises
+        RecordDamaged, OSError.
+        """
         data = bytearray(HEADER_BYTES)
         count = self.files.read_into(self.fd, [data, payload], offset)
         header = self._decode(data[: min(count, HEADER_BYTES)], offset)
@@ -239,21 +259,21 @@ class Segment:
     def scan(self, begin: int, known_end: int, *, payloads: bool) -> Iterator[Scanned]:
         """Every record from ``begin`` on; before ``known_end`` damage is reported and skipped, beyond it ends the scan.
 
-        With ``payloads`` each payload is verified too; beyond ``known_end`` it always is, and a bad one is the torn tail.
+        With ``payloads`` each payload is verified too; beyond ``known_end`` it always is, and a bad one is the torn
+        tail.
         """
         offset = begin
         limit = self.end if self.sealed else self.header.segment_bytes
         while offset + HEADER_BYTES <= limit:
-            try:
-                header, mark = self.read_header(offset)
-                if offset + header.record_bytes > limit:
-                    raise RecordDamaged("the record reaches beyond the segment")
-            except (RecordDamaged, OSError) as error:
+            found = self._record_at(offset, limit)
+            if isinstance(found, str):
                 if offset >= known_end:
                     return
-                yield Scanned(offset, None, None, None, str(error))
-                offset += RECORD_ALIGN
+                hole = self._hole_bytes(offset, min(known_end, limit), limit)
+                yield Scanned(offset, None, None, None, found, hole)
+                offset += hole
                 continue
+            header, mark = found
             beyond = offset >= known_end
             problem = self._payload_problem(header) if (payloads or beyond) and mark is None else None
             if beyond and problem:
@@ -262,12 +282,58 @@ class Segment:
             yield Scanned(offset, header, mark, checked, problem or "")
             offset += header.record_bytes
 
+    def fill_hole(self, offset: int, hole_bytes: int, when_s: int) -> None:
+        """Cover damage with dead records, so that scans pass over it. Raises OSError."""
+        while hole_bytes > 0:
+            part = min(hole_bytes, PAYLOAD_BYTES_MAX)
+            blank = RecordHeader(
+                segment=self.number,
+                generation=self.header.generation,
+                offset=offset,
+                key=BlockKey(bytes(32)),
+                parent=BlockKey(bytes(32)),
+                space_id=SpaceId(bytes(32)),
+                token_digest=TokenDigest(bytes(16)),
+                index=0,
+                tokens=0,
+                class_byte=self.header.class_byte,
+                flags=0,
+                codec=0,
+                stored_bytes=part - HEADER_BYTES,
+                payload_bytes=part - HEADER_BYTES,
+                written_s=when_s,
+                checksum=0,
+                touches=(),
+            )
+            mark = encode_mark(Mark(MarkReason.QUARANTINED, when_s))
+            data = encode_header(blank)
+            self.files.write(self.fd, [data[:MARK_OFFSET], mark, data[MARK_OFFSET + len(mark) :]], offset)
+            offset += part
+            hole_bytes -= part
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.files.close(self.fd)
 
     def _decode(self, data: Buffer, offset: int) -> RecordHeader:
         return decode_header(data, segment=self.number, generation=self.header.generation, offset=offset)
+
+    def _record_at(self, offset: int, limit: int) -> tuple[RecordHeader, Mark | None] | str:
+        """The record that begins here, or why there is none."""
+        try:
+            header, mark = self.read_header(offset)
+        except (RecordDamaged, OSError) as error:
+            return str(error)
+        if offset + header.record_bytes > limit:
+            return "the record reaches beyond the segment"
+        return header, mark
+
+    def _hole_bytes(self, offset: int, end: int, limit: int) -> int:
+        """How far damage reaches: up to the next record, or ``end``."""
+        at = offset + RECORD_ALIGN
+        while at < end and isinstance(self._record_at(at, limit), str):
+            at += RECORD_ALIGN
+        return at - offset
 
     def _payload_problem(self, header: RecordHeader) -> str | None:
         try:

@@ -1,8 +1,9 @@
 """The segment files of one shard: which are free, which are open for which class and day, and how a new one is got.
 
-Owns file numbers, generations and the count of files against the capacity. Does not know blocks, the index or which segment is
-worth recycling. Invariants: never more files than ``segments_max``; a file that refuses a write is set aside, not retried
-for ever; the last free segment is left to moves, so that living blocks can always be carried out of a victim.
+Owns file numbers, generations and the count of files against the capacity. Does not know blocks, the index or which
+segment is worth recycling. Invariants: never more files than ``segments_max``; a file that refuses a write is set
+aside, not retried for ever; the last free segment is left to moves, so that living blocks can always be carried out
+of a victim.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class SegmentSet:
         return None
 
     def begin(self, class_byte: int, day: int, now_s: int, *, spare: int) -> Segment | None:
-        """Take a free segment for a class and day, leaving ``spare`` untouched; None if there is none that can be written."""
+        """Take a free segment for a class and day, leaving ``spare`` untouched; None if there is none that can be
+        written.
+        """
         while self.free_count > spare:
             segment = self._begin_one(class_byte, day, now_s)
             if segment is not None:

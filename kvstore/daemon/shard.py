@@ -1,14 +1,14 @@
 """One shard: segments, index and presence of one data directory, with one writer and many readers.
 
-Owns opening, closing, reading and deleting; puts are ``writer``'s, room is ``reclaimer``'s. Does not know spaces' meaning, placement
-or the network. Invariants:
+Owns opening, closing, reading and deleting; puts are ``writer``'s, room is ``reclaimer``'s. Does not know spaces'
+meaning, placement or the network. Invariants:
 
-- Two locks. ``_writer`` (outer) serialises everything that appends, moves or recycles; the ledger's (inner, short) guards presence
-  and index.
-- A put goes record, index, presence; a removal goes mark on disk, presence, index. A crash in between leaves a record that
-  recovery adopts, or a dead one that nobody serves.
-- A reader holds a lease on the segment outside the locks. Every read verifies header, location, key, mark and payload; a
-  failure is a miss and a quarantine.
+- Two locks. ``_writer`` (outer) serialises everything that appends, moves or recycles; the ledger's (inner, short)
+  guards presence and index.
+- A put goes record, index, presence; a removal goes mark on disk, presence, index. A crash in between leaves a record
+  that recovery adopts, or a dead one that nobody serves.
+- A reader holds a lease on the segment outside the locks. Every read verifies header, location, key, mark and
+  payload; a failure is a miss and a quarantine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class ShardParts:
 class PayloadLease:
     """One block's payload for sending; its segment is not recycled until ``close`` (or the end of a ``with``).
 
-    A block stored as it is: send ``payload_bytes`` from ``fd`` at ``offset``; only the header has been verified, the receiver checks
+    A block stored as it is: send ``payload_bytes`` from ``fd`` at ``offset``; only the header has been verified, the
+    receiver checks
     ``checksum`` (XXH3-64 of the bytes sent). A compressed one: ``data`` holds the verified payload, and ``fd`` is None.
     """
 
@@ -157,7 +158,7 @@ class Shard:
             shard.set_pins(pins)
             if not shard._reclaimer.reduce_to_capacity(now_s):
                 raise VolumeError(
-                    f"{volume.path} holds more pinned or guaranteed blocks than a capacity of {layout.capacity_bytes} bytes: "
+                    f"{volume.path} holds more pinned or guaranteed blocks than {layout.capacity_bytes} bytes: "
                     "raise the capacity, unpin, or lower the floors"
                 )
             return shard
@@ -198,7 +199,17 @@ class Shard:
         return self._ledger.presence.slot(key) >= 0
 
     def read_into(self, space_id: SpaceId, name: BlockName, buffer: bytearray | memoryview, now_s: float) -> GetStatus:
-        """Fill the buffer with a verified payload; it is zeroed if that failed after bytes had gone into it."""
+        """Fill the buffer with a verified payload; it is zeroed if that failed after bytes had gone into it.
+
+        A block that was moved or replaced while it was read is read again from where it is now.
+        """
+        status = self._read_once(space_id, name, buffer, now_s)
+        return status if status is not None else self._read_once(space_id, name, buffer, now_s) or GetStatus.MISS
+
+    def _read_once(
+        self, space_id: SpaceId, name: BlockName, buffer: bytearray | memoryview, now_s: float
+    ) -> GetStatus | None:
+        """None: the record died under the reader."""
         counters = self._ledger.counters
         with self._ledger.leased(space_id, name, now_s) as place:
             if place is None:
@@ -212,6 +223,9 @@ class Shard:
                 self._read(space_id, name, place, buffer)
             except (RecordDamaged, OSError) as error:
                 memoryview(buffer).cast("B")[:] = bytes(len(buffer))
+                if isinstance(error, RecordDead) and error.mark.reason in (MarkReason.MOVED, MarkReason.REPLACED):
+                    self._ledger.forget_dead(name.key, place, error.mark)
+                    return None
                 counters.misses += 1
                 return self._failed_read(name.key, place, error, now_s)
             counters.hits += 1
@@ -502,7 +516,9 @@ class Shard:
         return header
 
     def _failed_read(self, key: BlockKey, place: Place, error: Exception, now_s: float) -> GetStatus:
-        """Quarantine what failed. A record that was removed meanwhile, or whose removal the index had lost, is a miss."""
+        """Quarantine what failed. A record that was removed meanwhile, or whose removal the index had
+        lost, is a miss.
+        """
         counters = self._ledger.counters
         if isinstance(error, RecordDead) and error.mark.reason is not MarkReason.DAMAGED:
             self._ledger.forget_dead(key, place, error.mark)

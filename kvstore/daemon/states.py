@@ -1,8 +1,9 @@
 """The state pool: short-lived states in the node's memory, bounded in bytes and in time.
 
-Owns the states' bytes. Does not know blocks, disk or policy. Invariants: the pool never exceeds its bytes (the least recently
-used go first); a state past its TTL is never returned; at most ``STATES_PER_PARENT_MAX`` hang under one parent; the payload
-is a private copy, verified when it is read. A restart forgets all states: reuse of windows is minute-scale.
+Owns the states' bytes. Does not know blocks, disk or policy. Invariants: the pool never exceeds its bytes (the least
+recently used go first); a state past its TTL is never returned; at most ``STATES_PER_PARENT_MAX`` hang under one
+parent; the payload is a private copy, verified when it is read. A restart forgets all states: reuse of windows is
+minute-scale.
 """
 
 from __future__ import annotations

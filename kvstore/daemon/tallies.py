@@ -49,7 +49,9 @@ class Counters:
 
 
 def effects_of(rows: Rows) -> tuple[ClassEffect, ...]:
-    """Blocks and payload bytes by class and space, ordered by both; a block counts for the class that touched it last."""
+    """Blocks and payload bytes by class and space, ordered by both; a block counts for the class that
+    touched it last.
+    """
     groups: dict[tuple[int, bytes], list[int]] = {}
     if not len(rows):
         return ()

@@ -1,8 +1,8 @@
 """One data directory: its lock, its format file, and how its capacity is divided.
 
-Owns the directory's layout (names, format version, volume id) and the arithmetic of physical bytes. Does not know records,
-classes or eviction. Invariants: one process at a time; segments, index and catalog together stay within the capacity;
-a directory of another format, or with foreign files, is never written to.
+Owns the directory's layout (names, format version, volume id) and the arithmetic of physical bytes. Does not know
+records, classes or eviction. Invariants: one process at a time; segments, index and catalog together stay within the
+capacity; a directory of another format, or with foreign files, is never written to.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayou
     """
     if capacity_bytes < CAPACITY_BYTES_MIN:
         raise VolumeError(
-            f"capacity of {capacity_bytes} bytes a data directory is less than the {CAPACITY_BYTES_MIN // MIB} MiB it needs"
+            f"capacity of {capacity_bytes} bytes a data directory: it needs at least {CAPACITY_BYTES_MIN // MIB} MiB"
         )
     if segment_bytes is None:
         fitting = 1 << max(0, (capacity_bytes // 32).bit_length() - 1)
@@ -82,8 +82,8 @@ def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayou
     )
     if layout.segments_max < SEGMENTS_MIN:
         raise VolumeError(
-            f"capacity of {capacity_bytes} bytes holds {layout.segments_max} segments of {segment_bytes} bytes; it needs "
-            f"{SEGMENTS_MIN}: raise the capacity or choose smaller segments"
+            f"capacity of {capacity_bytes} bytes holds {layout.segments_max} segments of {segment_bytes} bytes; "
+            f"it needs {SEGMENTS_MIN}: raise the capacity or choose smaller segments"
         )
     return layout
 
@@ -125,8 +125,8 @@ class Volume:
             return
         if self.segment_bytes is not None:
             raise VolumeError(
-                f"{self.path} was made with segments of {self.segment_bytes} bytes, not {segment_bytes}: leave the segment "
-                "size out, or use another directory"
+                f"{self.path} was made with segments of {self.segment_bytes} bytes, not {segment_bytes}: "
+                "leave the segment size out, or use another directory"
             )
         content = {
             "kind": _KIND,

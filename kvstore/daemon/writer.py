@@ -1,9 +1,9 @@
 """Putting blocks: which of a batch are new, where they go, and what counts as done.
 
-Owns the order record, index, presence. Does not make room (the reclaimer does) nor wait for the disk (the shard does). Runs under the
-shard's writer lock. Invariants: a run of consecutive blocks is one gather write; a payload that changed while it was
-written is dead before anybody can be told that it is stored; a block that is not stored leaves no trace that a restart
-would find.
+Owns the order record, index, presence. Does not make room (the reclaimer does) nor wait for the disk (the shard
+does). Runs under the shard's writer lock. Invariants: a run of consecutive blocks is one gather write; a payload that
+changed while it was written is dead before anybody can be told that it is stored; a block that is not stored leaves
+no trace that a restart would find.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One block as it shall be stored. ``stored`` is written as it is; ``checksum`` is of it, taken when it was submitted."""
+    """One block as it shall be stored. ``stored`` is written as it is; ``checksum`` is of it, taken when it was
+    submitted.
+    """
 
     name: BlockName
     tokens: int
@@ -206,9 +208,13 @@ class Writer:
             for header, ok in zip(headers, intact, strict=True):
                 if not ok:
                     segment.mark(header.offset, Mark(MarkReason.QUARANTINED, now_s))
-            if any(planned.replaces for planned, _ in good):
+            replaced = [planned.replaces for planned, _ in good if planned.replaces]
+            if replaced:
                 segment.sync()
-            self._ledger.store([(header.key, entry_of(header)) for _, header in good], segment, pins_s)
+            with self._ledger.lock:
+                for place in replaced:
+                    place.segment.mark(place.offset, Mark(MarkReason.REPLACED, now_s))
+                self._ledger.store([(header.key, entry_of(header)) for _, header in good], [segment], pins_s)
         except (RocksError, OSError) as error:
             self._ledger.counters.write_errors += 1
             log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
@@ -220,11 +226,7 @@ class Writer:
             if not ok:
                 outcomes[planned.position] = PutOutcome.ALTERED
                 continue
-            outcomes[planned.position] = PutOutcome.STORED
-            if planned.replaces:
-                outcomes[planned.position] = PutOutcome.REPLACED
-                with contextlib.suppress(OSError):
-                    planned.replaces.segment.mark(planned.replaces.offset, Mark(MarkReason.REPLACED, now_s))
+            outcomes[planned.position] = PutOutcome.REPLACED if planned.replaces else PutOutcome.STORED
         return True
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:
@@ -288,5 +290,7 @@ def _header(
 
 
 def _is_intact(block: Incoming) -> bool:
-    """Whether the bytes that were just written are those that were submitted (25 GB/s; an immutable buffer needs no check)."""
+    """Whether the bytes that were just written are those that were submitted (25 GB/s; an immutable buffer needs no
+    check).
+    """
     return isinstance(block.stored, bytes) or checksum_of(block.stored) == block.checksum

@@ -1,0 +1,54 @@
+"""One verification pass over a segment: every record's header, mark, payload and, if compressed, its decompressed
+length.
+
+Owns the judgement of one record as a whole. Does not know the index or repair; ``fsck`` compares and repairs. Reading
+is sequential and bounded by the largest payload in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.daemon.codec import Codec, decompress
+from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordHeader
+from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One record, or (``header`` None) ``hole_bytes`` of damage. ``problem`` is empty where all is well."""
+
+    offset: int
+    header: RecordHeader | None
+    mark: Mark | None
+    problem: str
+    hole_bytes: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.header is not None and self.mark is None and not self.problem
+
+
+def scrub_segment(segment: Segment, known_end: int) -> Iterator[Verdict]:
+    """Judge everything up to ``known_end``, and beyond it whatever a start would adopt. Changes nothing."""
+    if segment.header.class_byte == FREE:
+        return
+    for step in segment.scan(FIRST_RECORD, known_end, payloads=True):
+        problem = step.problem
+        if step.mark is not None and step.mark.reason is MarkReason.DAMAGED:
+            problem = "the record's mark is damaged"
+        elif step.header is not None and step.mark is None and not problem:
+            problem = _codec_problem(segment, step.header)
+        yield Verdict(step.offset, step.header, step.mark, problem, step.hole_bytes)
+
+
+def _codec_problem(segment: Segment, header: RecordHeader) -> str:
+    if header.codec == Codec.NONE:
+        return "" if header.stored_bytes == header.payload_bytes else "the lengths of an uncompressed payload differ"
+    try:
+        stored = segment.files.read(segment.fd, header.stored_bytes, header.offset + HEADER_BYTES)
+        decompress(header.codec, stored, header.payload_bytes)
+    except (RecordDamaged, OSError) as error:
+        return str(error)
+    return ""
