@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,10 @@ def fsck(
     repair: Annotated[bool, typer.Option(help="Drop bad records and rebuild the index.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every record, the index and the bytes of a data directory. Exit code 1 if something was found."""
+    """Check every record, the index and the bytes of a data directory.
+
+    Exit code 1 if something was found, repaired or not.
+    """
     from kvstore.daemon.fsck import check  # the daemon's packages, for the commands that need them
 
     def progress(done: int, total: int) -> None:
@@ -173,13 +177,28 @@ def fsck(
             print(f"\r{done}/{total} segments", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
     with reported():
-        report = check(directory, repair=repair, progress=progress)
+        report = check(directory, repair, progress, now_s=int(time.time()))
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print(report.to_text())
+        _print_fsck(report.to_json())
     if not report.clean:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _print_fsck(report: Mapping[str, Any]) -> None:
+    for finding in report["findings"]:
+        done = " (repaired)" if finding["repaired"] else ""
+        print(f"{finding['kind']}: {finding['where']}: {finding['detail']}{done}")
+    hidden = sum(report["findings_by_kind"].values()) - len(report["findings"])
+    if hidden:
+        print(f"... and {hidden} more")
+    print(
+        f"{report['data_dir']}: {report['live_records']} blocks in {report['segments']} segments; "
+        f"{format_bytes_short(report['live_bytes'])} live, {format_bytes_short(report['dead_bytes'])} dead, "
+        f"{format_bytes_short(report['free_bytes'])} free; {report['index_entries']} index entries"
+    )
+    print("clean" if report["clean"] else f"found: {dict(report['findings_by_kind'])}")
 
 
 def explain_request(

@@ -26,7 +26,7 @@ BACKOFF_S_MIN = 1.0
 BACKOFF_S_MAX = 30.0
 """A node that failed is skipped for 1 s, doubling to 30 s; then one exchange tries it again."""
 LATE_S_MIN = 0.05
-"""A deadline shorter than this says nothing about the node's health."""
+"""A deadline shorter than this says nothing about the node's health; nor does one of a call that moves payload."""
 LAST_WORDS_S = 0.2
 """How long to wait for the error of a peer that stopped reading."""
 
@@ -154,7 +154,7 @@ class NodeLink:
             self.circuit.failed(str(error))
             raise
         except DeadlineExceeded as error:
-            if not call.payload_bytes and self._monotonic() - began_s >= LATE_S_MIN:
+            if not call.bulk and self._monotonic() - began_s >= LATE_S_MIN:
                 self.circuit.failed(f"no answer in {self._monotonic() - began_s:.2f} s")
             raise DeadlineExceeded(f"node {self.name} did not answer {call.opcode.name} in time") from error
         self.circuit.succeeded()

@@ -23,7 +23,8 @@ COUNTERS = frozenset(
     (
         *("hits", "misses", "puts", "touches", "replaced", "refused", "altered", "evicted", "expired", "purged"),
         *("corrupt", "quarantined", "bytes_written", "bytes_read", "write_errors", "read_errors"),
-        *("blocks_rewritten", "segments_recycled"),
+        *("blocks_rewritten", "segments_recycled", "read_us", "timed_bytes", "index_errors", "index_compactions"),
+        *("state_hits", "state_misses", "states_evicted", "states_refused", "states_corrupt"),
     )
 )
 """Stats that only grow; every other number of ``stats`` is a gauge."""
@@ -52,7 +53,7 @@ class ServerMetrics:
         self._by_opcode: dict[wire.Opcode, tuple[Counter, Histogram]] = {
             opcode: (self._requests.labels(opcode.name.lower()), self._seconds.labels(opcode.name.lower()))
             for opcode in wire.Opcode
-            if opcode != wire.Opcode.ERROR
+            if opcode not in (wire.Opcode.HELLO, wire.Opcode.ERROR)
         }
 
     def answered(self, header: wire.Header, seconds: float) -> None:
