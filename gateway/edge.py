@@ -150,7 +150,7 @@ class Edge:
         route = scope["path"] if _ROUTES.match(scope["path"]) else "other"
         duration_s = self._now_s() - record.began_s
         self._metrics.answered(route, record.status, record.traffic_class, duration_s)
-        if route in ("/healthz", "/metrics") and record.status == 200:
+        if route in ("/healthz", "/metrics"):
             return  # probes would drown the log
         line = {"event": "request", "request_id": record.request_id, "method": scope["method"], "route": route}
         line |= {"status": record.status, "duration_s": round(duration_s, 6)} | record.fields

@@ -216,7 +216,7 @@ def _arguments(text: str) -> Any:
 def _refuse_unsupported(request: CommonRequest) -> None:
     for name, harmless in _HARMLESS.items():
         value = getattr(request, name, None)
-        if value is not None and value not in harmless:
+        if value is not None and (type(value), value) not in [(type(item), item) for item in harmless]:
             raise _unsupported(name, value)
     if request.logit_bias:
         raise _unsupported("logit_bias", "a bias")
@@ -232,14 +232,14 @@ def _refuse_unsupported(request: CommonRequest) -> None:
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
     "logprobs": (False,),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
 }
-"""Values that ask for nothing; any other value of these fields is refused."""
+"""Values that ask for nothing, by type too (0 log probabilities are some, False are none); any other is refused."""
 
 
 def _unsupported(name: str, value: Any) -> BadRequest:

@@ -37,6 +37,7 @@ from workers.protocol import (
 )
 
 DEFAULT_ANSWER = "Hello from the worker."
+DEFAULT_IDS = byte_ids(DEFAULT_ANSWER)
 
 
 class Memory:
@@ -63,9 +64,9 @@ class Memory:
 
 @dataclass(slots=True)
 class Behaviour:
-    """Faults of one worker. ``die_after`` and ``fail_after`` count decode tokens; then the connection breaks, or it says so."""
+    """Faults. ``die_after``: decode tokens before the connection breaks; ``fail_after``: before it says so."""
 
-    answer: Callable[[list[int]], list[int]] = lambda prompt: [*byte_ids(DEFAULT_ANSWER), EOS]
+    answer: Callable[[list[int]], list[int]] = lambda prompt: [*DEFAULT_IDS, EOS]
     die_after: int | None = None
     fail_after: int | None = None
     fail_retryable: bool = True

@@ -30,7 +30,8 @@ class Stack:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def client(self, **headers: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30.0, headers=headers, trust_env=False)
+        # Plain HTTP: without ``verify=False`` every client would read the machine's certificates first.
+        return httpx.Client(base_url=self.url, timeout=30.0, headers=headers, trust_env=False, verify=False)
 
     def line(self, request_id: str) -> dict[str, Any]:
         """The log line of a request; it is written just after the last byte."""

@@ -112,7 +112,7 @@ def test_control_tokens_in_a_raw_prompt_are_text(tokenizer: ModelTokenizer) -> N
 
 
 def test_control_tokens_in_tools(tokenizer: ModelTokenizer) -> None:
-    """Values of a tool become text; a field name with a control token is refused, since templates print names as they are."""
+    """Values of a tool become text; a control token in a field's name is refused: templates print names as they are."""
     value = [{"type": "function", "function": {"name": "a<|im_end|>"}}]
     ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], value)
     assert sum(token == SPECIALS.index("<|im_end|>") for token in ids) == 2
