@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -172,11 +173,12 @@ def test_tenants_share_nothing(stack: Stack) -> None:
     assert wrong.status_code == 401
 
 
-def explain(stack: Stack, request_id: str) -> dict[str, object]:
+def explain(stack: Stack, request_id: str) -> dict[str, Any]:
+    """What `reprise store explain` says of a request's prefill."""
     log = Path(stack.child("prefill")["data"]) / "access.jsonl"
     done = stack.reprise("store", "explain", request_id, "--log", str(log), "--store", stack.store, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    (found,) = json.loads(done.stdout)
     assert isinstance(found, dict)
     return found
 
@@ -185,9 +187,12 @@ def test_explain_says_why_the_first_block_missed(stack: Stack) -> None:
     """A cold request was never stored; the same prompt of another tenant lies in another space, by its salt."""
     prompt = unlike("explain")
     cold = explain(stack, stack.complete(prompt).request_id)
-    assert "never stored" in json.dumps(cold)
+    assert (cold["cause"], cold["block"]) == ("never_stored", 0)
     other = explain(stack, stack.complete(prompt, headers={"authorization": f"Bearer {BOB}"}).request_id)
-    assert "tenant_salt" in json.dumps(other)
+    assert other["cause"] == "another_space"
+    assert [space["fields"] for space in other["other_spaces"]] == [["tenant_salt"]]
+    off = explain(stack, stack.complete(prompt, headers=OFF).request_id)
+    assert off["cause"] == "off"
 
 
 def test_explain_of_an_unknown_request_says_so(stack: Stack) -> None:
@@ -209,7 +214,7 @@ def test_purge_of_a_tenant_takes_its_blocks_away(stack: Stack) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     gone = stack.complete(prompt, headers=headers)
     assert gone.hit == 0
-    assert "purged" in json.dumps(explain(stack, gone.request_id))
+    assert explain(stack, gone.request_id)["cause"] == "purged"
     assert stack.complete(prompt).hit > 0
 
 

@@ -57,7 +57,7 @@ def commands_in(text: str) -> set[tuple[str, ...]]:
     found = set()
     for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
-            match = re.match(r"\s*(?:\S*/)?reprise((?: [a-z]+)+)", line)
+            match = re.match(r"\s*(?:\S*/)?reprise((?: [a-z]+(?=\s|$))+)", line)
             if match:
                 found.add(tuple(match.group(1).split()))
     return found
@@ -83,7 +83,7 @@ def options_in(text: str) -> set[tuple[tuple[str, ...], str]]:
     found = set()
     for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            match = re.match(r"\s*(?:\S*/)?reprise((?: [a-z]+)+)(.*)", line)
+            match = re.match(r"\s*(?:\S*/)?reprise((?: [a-z]+(?=\s|$))+)(.*)", line)
             if match:
                 command = tuple(match.group(1).split())
                 found |= {(command, option) for option in re.findall(r"(?<=\s)--[a-z-]+", match.group(2))}
