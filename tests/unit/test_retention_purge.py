@@ -106,6 +106,16 @@ def test_blocks_behind_a_gap_are_counted_as_loose() -> None:
     assert hit_blocks(store, chain) == 2
 
 
+def test_blocks_no_deeper_than_the_prefix_are_not_loose() -> None:
+    """A gap elsewhere matters only below the prefix's own depth: nothing at or above it can extend it."""
+    store, (chain,) = filled(SHARED, blocks=3)
+    other = a_chain(chain.space_id, 4, seed=7)
+    put_chain(store, other, AGENT)
+    store.delete(other.space_id, [other.names[0].key])
+    assert purge_prefix(store, chain.names[2].key, apply=False).loose_blocks == 1
+    assert purge_prefix(store, chain.names[0].key, apply=False).loose_blocks == 3
+
+
 @given(st.data())
 def test_a_purged_prefix_is_exactly_its_descendants(data: st.DataObject) -> None:
     """On any forest of branches, the plan is the blocks whose prefix starts with the chosen one, deepest first."""
