@@ -216,7 +216,7 @@ class Engine:
         """Step until no request is left, for tests and benches. Raises TimeoutError."""
         until_s = time.monotonic() + timeout_s
         while self._in_flight or self._inbox:
-            if not self.step():
+            if not self.step() and self._in_flight:
                 self.wait(min(self.idle_s(), 0.05))
             if time.monotonic() > until_s:
                 raise TimeoutError(f"{self._in_flight} requests are still in the engine after {timeout_s} s")

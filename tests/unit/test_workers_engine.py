@@ -15,12 +15,15 @@ from kvstore.testing import MemoryStore
 from tests.support.fake_model import FakeModel, fake_choose, fake_memory
 from tests.support.faulty_store import FaultyStore, forget_states
 from tests.support.worker_bench import Answer, Bench
+from workers.batch import Slice
 from workers.errors import Rejected
 from workers.protocol import Finished, FirstToken, HandedOff, Tokens, WorkerFailure
+from workers.scheduler import CostModel
+from workers.slots import Slots
 
 HYBRID = FakeModel("ssgsg", window=8)
 FULL = FakeModel("ggg")
-TOKENS = [random.Random(7).randrange(1000) for _ in range(1200)]
+TOKENS = random.Random(7).choices(range(1000), k=1200)
 
 
 def bench(store: Any, model: FakeModel = HYBRID, **options: Any) -> Bench:
@@ -63,9 +66,6 @@ def test_every_prompt_length_gives_the_cold_answer_and_a_whole_account(model: Fa
 
 def first_tokens(model: FakeModel, count: int) -> list[int]:
     """The token after every prefix of TOKENS, by one cold forward."""
-    from workers.batch import Slice
-    from workers.slots import Slots
-
     slots = Slots(-(-count // 16), 16)
     table = slots.allocate(count)
     return model.forward(fake_memory(model.geometry, slots), [Slice(TOKENS[:count], 0, table, logits="all")])
@@ -252,10 +252,8 @@ def test_load_slower_than_computing_is_declined(store: MemoryStore) -> None:
     """The lookup carries the estimate; a request that would lose by loading computes, and says so."""
     faulty = FaultyStore(store)
     with bench(faulty) as worker:
-        for length in (50, 100, 150, 200):
-            worker.prefill(TOKENS[:length])
-            worker.answer(TOKENS[300 : 300 + length], 5)
-        assert worker.engine.cost.known
+        worker.prefill(TOKENS[:200])
+        worker.engine._cost = CostModel(token_s=1e-3)
         faulty.load_s_estimate = 1000.0
         answer = worker.prefill(TOKENS[:200])
         assert (answer.reuse.hit_tokens, answer.reuse.reason) == (0, "declined")
@@ -303,7 +301,7 @@ def test_refused_puts_leave_a_hole_that_the_next_request_fills(store: MemoryStor
 def test_full_publish_queue_sheds_and_never_blocks_a_step(store: MemoryStore) -> None:
     """While the store hangs in a put, requests go on; what does not fit the queue is counted, and offered again later."""
     faulty = FaultyStore(store)
-    with bench(faulty, queue_bytes_max=4096, settle_deadline_s=0.05) as worker:
+    with bench(faulty, queue_bytes_max=4096, settle_deadline_s=0.05, fidelity="exact") as worker:
         faulty.gate.clear()
         answers = [worker.prefill(TOKENS[begin : begin + 200]) for begin in (0, 300, 600)]
         assert [answer.tokens for answer in answers] == [
