@@ -224,9 +224,11 @@ def _read_settings(directory: Path) -> int:
         return 1
     try:
         settings = json.loads(path.read_bytes())
-        windows = settings.pop("replay_windows", 1)
-    except (ValueError, AttributeError) as error:
-        raise ModelUnavailable(f"{path} is not a JSON object: {error}") from error
+    except ValueError as error:
+        raise ModelUnavailable(f"{path} is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ModelUnavailable(f"{path} is not a JSON object")
+    windows = settings.pop("replay_windows", 1)
     if settings:
         raise ModelUnavailable(f"{path} has unknown keys: {', '.join(sorted(settings))} (known: replay_windows)")
     if not isinstance(windows, int) or isinstance(windows, bool) or not 0 <= windows <= REPLAY_WINDOWS_MAX:

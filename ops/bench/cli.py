@@ -1,0 +1,105 @@
+"""``reprise bench``: replay fidelity, and the speed of the kernels.
+
+Owns options and tables. Does not measure. Progress goes to stderr, results to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Measure restore fidelity and kernels.")
+
+WINDOWS_DEFAULT = "0,1,2"
+TABLE_COLUMNS = 112
+"""Columns of the widest table; a narrower terminal wraps it, which is better than cut figures."""
+
+
+@app.command()
+def replay(
+    model: Annotated[str, typer.Option(help="demo, demo-swa, or a checkpoint directory.")],
+    prompts: Annotated[int, typer.Option(min=1, max=64, help="Stretches of text to measure.")] = 2,
+    tokens: Annotated[int, typer.Option(min=128, help="Tokens of the prefix; rounded down to whole blocks.")] = 1500,
+    windows: Annotated[str, typer.Option(help="Replays to measure, in windows, comma-separated.")] = WINDOWS_DEFAULT,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the model.")] = 1,
+    text: Annotated[Path | None, typer.Option(help="A text file; default: the shipped document.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare every way of restoring a prefix with a cold run: KL, agreement, first-logit difference, seconds."""
+    from ops.bench.replay import run
+    from workers.geometry import UnsupportedModel
+    from workers.weights import ModelUnavailable
+
+    try:
+        chosen = sorted({int(count) for count in windows.split(",")})
+        if not all(0 <= count <= 64 for count in chosen):
+            raise ValueError(f"--windows takes whole numbers 0..64, not {windows!r}")
+        document = (text or Path(__file__).parents[1] / "data" / "document.txt").read_text(encoding="utf-8")
+        report = run(
+            model,
+            text=document,
+            prompts=prompts,
+            tokens=tokens,
+            windows=chosen,
+            dtype=dtype,
+            threads=threads,
+            cache_dir=cache_dir,
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except (ModelUnavailable, UnsupportedModel, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(report.to_json()))
+        return
+    table = Table(
+        title=f"{report.model} {report.dtype}: {report.prompts} prompts of {report.prefix_tokens} tokens, "
+        f"W={report.window}, S={report.sliding_layers}, exact replay {report.exact_replay_tokens} tokens, "
+        f"cold {report.cold_seconds:.2f} s"
+    )
+    for heading in ("way", "replayed", "KL mean", "KL max", "agree", "text agree", "first logit", "seconds"):
+        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
+    for row in report.rows:
+        table.add_row(
+            row.way,
+            str(row.replayed_tokens),
+            f"{row.kl_mean:.1e}",
+            f"{row.kl_max:.1e}",
+            f"{row.agree:.3f}",
+            f"{row.text_agree:.3f}",
+            f"{row.first_logit_diff:.1e}",
+            f"{row.seconds:.3f}",
+        )
+    console = Console()
+    console.width = max(console.width, TABLE_COLUMNS)
+    console.print(table)
+
+
+@app.command()
+def kernels(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure gather, scatter and packing on the GPU; says so when there is none."""
+    from ops.bench.kernels import run
+
+    rows = run()
+    if as_json:
+        print(json.dumps({"gpu": rows is not None, "rows": [row.to_json() for row in rows or ()]}))
+        return
+    if rows is None:
+        print("no GPU here: the torch reference serves, and there is nothing to measure")
+        return
+    table = Table(title="moves between slots and payloads")
+    for heading in ("op", "by", "blocks", "us a call", "payload GB/s"):
+        table.add_column(heading, justify="left" if heading in ("op", "by") else "right")
+    for row in rows:
+        table.add_row(row.op, row.moves, str(row.blocks), f"{row.call_us:.1f}", f"{row.payload_gb_s:.1f}")
+    Console().print(table)
