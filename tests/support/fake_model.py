@@ -34,7 +34,9 @@ def fake_choose(row: int, sampling: Sampling, position: int) -> int:
 class FakeModel:
     """``kinds`` names the layers from below: "s" slides, "g" is global."""
 
-    def __init__(self, kinds: str = "ssgsg", window: int = 8, vocabulary: int = 1000, context_tokens: int = 4096) -> None:
+    def __init__(
+        self, kinds: str = "ssgsg", window: int = 8, vocabulary: int = 1000, context_tokens: int = 4096
+    ) -> None:
         sliding = tuple(index for index, kind in enumerate(kinds) if kind == "s")
         full = tuple(index for index, kind in enumerate(kinds) if kind == "g")
         self.kinds = kinds

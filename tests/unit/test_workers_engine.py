@@ -79,7 +79,10 @@ def test_any_sequence_of_requests_and_losses_gives_the_cold_answers(data: st.Dat
     model = data.draw(st.sampled_from([HYBRID, FULL, FakeModel("sgs", window=5)]))
     fidelity = data.draw(st.sampled_from(["bounded", "exact"]))
     store = MemoryStore(state_ttl_s=1e9)
-    options = {"block_tokens": data.draw(st.sampled_from([4, 16])), "chunk_tokens": data.draw(st.sampled_from([20, 64]))}
+    options = {
+        "block_tokens": data.draw(st.sampled_from([4, 16])),
+        "chunk_tokens": data.draw(st.sampled_from([20, 64])),
+    }
     with bench(store, model, fidelity=fidelity, pages=300, **options) as worker:
         conversations = [TOKENS[:40], TOKENS[100:130]]
         for _ in range(data.draw(st.integers(2, 6))):
@@ -102,7 +105,7 @@ def test_any_sequence_of_requests_and_losses_gives_the_cold_answers(data: st.Dat
             if fidelity == "exact":
                 assert first.reuse.exact
                 assert rest.reuse.exact
-            conversations.append([*prompt, *first.tokens, *rest.tokens][: 200])
+            conversations.append([*prompt, *first.tokens, *rest.tokens][:200])
         flags = {block.flags for block in store._blocks.values()} | {state.flags for state in store._states.values()}
         assert fidelity == "bounded" or flags <= {0}
 

@@ -38,7 +38,9 @@ def test_grants_keep_every_bound_and_make_progress(wanting: list[Wanting], cost:
 
 def test_prefills_run_in_arrival_order() -> None:
     """The first takes what it needs; the next gets the rest of the budget."""
-    grants = schedule([Wanting(0, 50, False), Wanting(0, 50, False), Wanting(0, 50, False)], LIMITS, ATTENTION, CostModel())
+    grants = schedule(
+        [Wanting(0, 50, False), Wanting(0, 50, False), Wanting(0, 50, False)], LIMITS, ATTENTION, CostModel()
+    )
     assert grants == [50, 14, 0]
 
 
