@@ -343,7 +343,7 @@ class Node:
     def delete(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
         self._check_open()
         count = self._delete(space_id, list(keys), deadline_s)
-        self._states.drop_children(frozenset(keys))
+        self._states.drop_children(space_id, frozenset(keys))
         return count
 
     def delete_space(self, space_id: SpaceId, *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:

@@ -118,10 +118,11 @@ class StatePool:
                 self._drop(key)
         return len(keys)
 
-    def drop_children(self, parents: frozenset[bytes]) -> int:
-        """Forget the states under purged blocks."""
+    def drop_children(self, space_id: SpaceId, parents: frozenset[bytes]) -> int:
+        """Forget the states of a space under purged blocks."""
         with self._lock:
-            keys = [key for parent in parents for key in self._children.get(parent, ())]
+            children = [key for parent in parents for key in self._children.get(parent, ())]
+            keys = [key for key in children if self._states[key].space_id == space_id]
             for key in keys:
                 self._drop(key)
         return len(keys)

@@ -1,0 +1,69 @@
+"""A file system that fails on demand, behind the daemon's own seam."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.daemon.files import Files
+
+
+class FaultyFiles(Files):
+    """Real files, with faults. ``errors`` maps an operation to the errno that it raises while it is there.
+
+    ``only``: faults hit this file name only. ``transfer_max``: bytes that one read or write call moves at most.
+    ``write_budget``: bytes that may still be written before ``errors["pwritev"]`` strikes; None: at once.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+        self.only: str | None = None
+        self.transfer_max: int | None = None
+        self.write_budget: int | None = None
+        self.calls: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        if create:
+            self._strike("create", path.name)
+        fd = super().open(path, create=create)
+        self._names[fd] = path.name
+        return fd
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        self._strike("preadv", self._names.get(fd))
+        return super().preadv(fd, self._short(views), offset)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if self.write_budget is None or self.write_budget <= 0:
+            self._strike("pwritev", self._names.get(fd))
+        short = self._short(views, self.write_budget if "pwritev" in self.errors else None)
+        done = super().pwritev(fd, short, offset)
+        if self.write_budget is not None:
+            self.write_budget -= done
+        return done
+
+    def fdatasync(self, fd: int) -> None:
+        self._strike("fdatasync", self._names.get(fd))
+        super().fdatasync(fd)
+
+    def allocate(self, fd: int, count: int) -> bool:
+        self._strike("allocate", self._names.get(fd))
+        return super().allocate(fd, count)
+
+    def unlink(self, path: Path) -> None:
+        self._strike("unlink", path.name)
+        super().unlink(path)
+
+    def _strike(self, operation: str, name: str | None) -> None:
+        self.calls[operation] = self.calls.get(operation, 0) + 1
+        number = self.errors.get(operation)
+        if number is not None and self.only in (None, name):
+            raise OSError(number, os.strerror(number))
+
+    def _short(self, views: Sequence[memoryview], budget: int | None = None) -> Sequence[memoryview]:
+        limits = [limit for limit in (self.transfer_max, budget) if limit is not None]
+        if not limits:
+            return views
+        return [views[0][: max(1, min(limits))]]

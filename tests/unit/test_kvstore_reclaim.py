@@ -1,0 +1,101 @@
+"""The order in which segments go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
+from kvstore.limits import MIB
+from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
+
+RULES = ClassRules(
+    (
+        ClassRule(AGENT, "agent", 3 * 86_400, priority=100),
+        ClassRule(CHAT, "chat", 7 * 86_400, priority=200, floor_bytes=2 * MIB),
+    )
+)
+FULL = SegmentUsage(1, AGENT, MIB, 1000, 1000, 0, 50, busy=False)
+
+
+def test_dead_segments_go_first() -> None:
+    dead = replace(FULL, segment=2, class_byte=CHAT, alive_bytes=0, promise_until_s=99)
+    assert choose_victim([FULL, dead], RULES) == Step(2, Action.FREE)
+
+
+def test_sparse_segments_are_emptied_before_living_blocks_are_dropped() -> None:
+    sparse = replace(FULL, segment=2, alive_bytes=499)
+    half = replace(FULL, segment=3, alive_bytes=500)
+    assert choose_victim([FULL, half, sparse], RULES) == Step(2, Action.MOVE_ALIVE)
+
+
+def test_lower_priority_then_earlier_promise() -> None:
+    chat = replace(FULL, segment=2, class_byte=CHAT, promise_until_s=1)
+    later = replace(FULL, segment=3, promise_until_s=60)
+    usages = [later, chat, FULL]
+    assert choose_victim(usages, RULES) == Step(1, Action.FREE)
+    assert choose_victim([chat, later], RULES) == Step(3, Action.FREE)
+
+
+def test_a_class_is_evicted_down_to_its_floor_and_no_further() -> None:
+    chats = [replace(FULL, segment=number, class_byte=CHAT) for number in (1, 2, 3)]
+    assert choose_victim(chats, RULES) == Step(1, Action.FREE)
+    assert choose_victim(chats[:2], RULES) is None
+
+
+def test_pinned_blocks_are_carried_out_of_mostly_unpinned_segments_only() -> None:
+    mostly = replace(FULL, pinned_bytes=400)
+    wholly = replace(FULL, segment=2, pinned_bytes=900)
+    assert choose_victim([mostly, wholly], RULES) == Step(1, Action.MOVE_PINNED)
+    assert choose_victim([wholly], RULES) is None
+
+
+def test_busy_segments_are_passed_over() -> None:
+    assert choose_victim([replace(FULL, busy=True, alive_bytes=0), replace(FULL, segment=2)], RULES) == Step(
+        2, Action.FREE
+    )
+    assert sweep_action(replace(FULL, busy=True, alive_bytes=0)) is None
+
+
+def test_an_unknown_class_goes_last() -> None:
+    unknown = replace(FULL, segment=2, class_byte=99, promise_until_s=1)
+    chats = [replace(FULL, segment=number, class_byte=CHAT, promise_until_s=9) for number in (3, 4, 5)]
+    assert choose_victim([unknown, FULL], RULES) == Step(1, Action.FREE)
+    assert choose_victim([*chats, unknown], RULES) == Step(2, Action.FREE)  # as dear as chat, and earlier
+
+
+usages = st.lists(
+    st.builds(
+        SegmentUsage,
+        segment=st.integers(1, 99),
+        class_byte=st.sampled_from([AGENT, CHAT, 99]),
+        segment_bytes=st.just(MIB),
+        used_bytes=st.just(1000),
+        alive_bytes=st.integers(0, 1000),
+        pinned_bytes=st.integers(0, 1000),
+        promise_until_s=st.integers(0, 100),
+        busy=st.booleans(),
+    ).map(lambda usage: replace(usage, pinned_bytes=min(usage.pinned_bytes, usage.alive_bytes))),
+    max_size=12,
+    unique_by=lambda usage: usage.segment,
+)
+
+
+@given(usages)
+def test_no_choice_breaks_a_protection(found: list[SegmentUsage]) -> None:
+    """Never a busy one, never living blocks below a floor, never a drop of something pinned, never a move of the most."""
+    step = choose_victim(found, RULES)
+    if step is None:
+        return
+    chosen = next(usage for usage in found if usage.segment == step.segment)
+    assert not chosen.busy
+    left = MIB * (sum(usage.class_byte == chosen.class_byte for usage in found) - 1)
+    if step.action is Action.FREE:
+        assert chosen.pinned_bytes == 0
+        assert chosen.alive_bytes == 0 or chosen.class_byte != CHAT or left >= 2 * MIB
+    if step.action is Action.MOVE_ALIVE:
+        assert 2 * chosen.alive_bytes < chosen.used_bytes
+    if step.action is Action.MOVE_PINNED:
+        assert 2 * chosen.pinned_bytes < chosen.used_bytes

@@ -1,0 +1,209 @@
+"""One segment file: torn tails, seals, recycling, holes."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.daemon.files import Files
+from kvstore.daemon.record import (
+    HEADER_BYTES,
+    RECORD_ALIGN,
+    Mark,
+    MarkReason,
+    RecordHeader,
+    checksum_of,
+    encode_header,
+    record_bytes,
+)
+from kvstore.daemon.segment import (
+    FIRST_RECORD,
+    FREE,
+    Segment,
+    SegmentDamaged,
+    SegmentHeader,
+    decode_segment_header,
+    encode_segment_header,
+)
+from kvstore.keys import BlockKey, SpaceId, TokenDigest
+from kvstore.limits import MIB
+from tests.support.faults import FaultyFiles
+
+HEADER = SegmentHeader(segment=1, generation=77, class_byte=1, day=20_000, created_s=1_800_000_000, segment_bytes=MIB)
+
+
+def a_segment(path: Path, files: Files | None = None) -> Segment:
+    segment, _ = Segment.create(files or Files(), path, HEADER)
+    return segment
+
+
+def append(segment: Segment, number: int, size: int = 5000) -> RecordHeader:
+    payload = bytes([number]) * size
+    header = RecordHeader(
+        segment=segment.number,
+        generation=segment.header.generation,
+        offset=segment.end,
+        key=BlockKey(bytes([number]) * 32),
+        parent=BlockKey(bytes(32)),
+        space_id=SpaceId(bytes(32)),
+        token_digest=TokenDigest(bytes(16)),
+        index=number,
+        tokens=64,
+        class_byte=1,
+        flags=0,
+        codec=0,
+        stored_bytes=size,
+        payload_bytes=size,
+        written_s=1,
+        checksum=checksum_of(payload),
+        touches=((1, 1),),
+    )
+    total = record_bytes(size)
+    segment.append([encode_header(header), payload, bytes(total - HEADER_BYTES - size)], total)
+    return header
+
+
+def scanned(segment: Segment, known_end: int = FIRST_RECORD) -> list[int]:
+    return [step.header.index for step in segment.scan(FIRST_RECORD, known_end, payloads=True) if step.header]
+
+
+def test_records_are_read_back_and_scanned(tmp_path: Path) -> None:
+    segment = a_segment(tmp_path)
+    headers = [append(segment, number) for number in range(1, 6)]
+    buffer = bytearray(5000)
+    for header in headers:
+        assert segment.read_record(header.offset, buffer) == (header, None)
+        assert buffer == bytes([header.index]) * 5000
+    assert scanned(segment) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("transfer_max", [1, 100, 4096])
+def test_short_transfers_are_continued(tmp_path: Path, transfer_max: int) -> None:
+    """A kernel that moves a few bytes a call loses nothing."""
+    files = FaultyFiles()
+    segment = a_segment(tmp_path, files)
+    files.transfer_max = transfer_max
+    header = append(segment, 7, 3000)
+    buffer = bytearray(3000)
+    assert segment.read_record(header.offset, buffer) == (header, None)
+    assert buffer == b"\x07" * 3000
+
+
+def test_truncation_at_every_byte_of_the_last_record_ends_the_scan_before_it(tmp_path: Path) -> None:
+    """Whatever part of the last record is missing, the records before it are found and it is not."""
+    segment = a_segment(tmp_path)
+    append(segment, 1)
+    last = append(segment, 2, 300)
+    path = segment.path
+    whole = path.read_bytes()
+    for kept in range(HEADER_BYTES + 300):
+        path.write_bytes(whole[: last.offset + kept])
+        again = Segment.open(Files(), path)
+        assert scanned(again) == [1], kept
+        again.close()
+
+
+def test_a_flipped_bit_in_every_byte_of_the_last_record_ends_the_scan_or_kills_it(tmp_path: Path) -> None:
+    """Damage in the header or payload is a torn tail; damage in the mark makes the record dead, never altered."""
+    segment = a_segment(tmp_path)
+    append(segment, 1)
+    last = append(segment, 2, 300)
+    whole = segment.path.read_bytes()
+    for place in range(HEADER_BYTES + 300):
+        spoiled = bytearray(whole)
+        spoiled[last.offset + place] ^= 0x10
+        segment.path.write_bytes(spoiled)
+        again = Segment.open(Files(), segment.path)
+        found = list(again.scan(FIRST_RECORD, FIRST_RECORD, payloads=True))
+        again.close()
+        live = [step.header.index for step in found if step.header and step.mark is None]
+        padding = 200 <= place < HEADER_BYTES and live == [1, 2]  # bytes of the header that nothing uses
+        assert live == [1] or padding, place
+
+
+def test_a_recycled_segment_shows_nothing_of_its_earlier_life(tmp_path: Path) -> None:
+    """Old records keep their bytes on disk; the new generation makes them invisible, also behind fewer new ones."""
+    segment = a_segment(tmp_path)
+    for number in range(1, 6):
+        append(segment, number)
+    segment.reformat(replace(HEADER, generation=78))
+    assert scanned(segment) == []
+    append(segment, 9)
+    assert scanned(segment) == [9]
+    assert scanned(Segment.open(Files(), segment.path)) == [9]
+
+
+def test_a_seal_is_believed_only_in_its_generation(tmp_path: Path) -> None:
+    segment = a_segment(tmp_path)
+    append(segment, 1)
+    segment.seal()
+    sealed = Segment.open(Files(), segment.path)
+    assert (sealed.sealed, sealed.end, sealed.room_bytes) == (True, segment.end, 0)
+    segment.reformat(replace(HEADER, generation=78, class_byte=FREE))
+    assert not Segment.open(Files(), segment.path).sealed
+
+
+def test_a_hole_before_the_known_end_is_skipped_and_can_be_filled(tmp_path: Path) -> None:
+    """Damage in the middle costs the damaged record only; a repair covers it, so that later scans need no known end."""
+    segment = a_segment(tmp_path)
+    headers = [append(segment, number) for number in (1, 2, 3)]
+    segment.files.write(segment.fd, [b"\xff" * 64], headers[1].offset)
+    assert scanned(segment) == [1]
+    steps = list(segment.scan(FIRST_RECORD, segment.end, payloads=True))
+    holes = [(step.offset, step.hole_bytes) for step in steps if step.header is None]
+    assert holes == [(headers[1].offset, headers[1].record_bytes)]
+    segment.fill_hole(*holes[0], 5)
+    assert [step.mark is None for step in segment.scan(FIRST_RECORD, FIRST_RECORD, payloads=True)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_marks_survive_and_are_not_adopted(tmp_path: Path) -> None:
+    segment = a_segment(tmp_path)
+    first = append(segment, 1)
+    append(segment, 2)
+    segment.mark(first.offset, Mark(MarkReason.PURGED, 9))
+    steps = list(Segment.open(Files(), segment.path).scan(FIRST_RECORD, FIRST_RECORD, payloads=True))
+    assert [step.mark for step in steps] == [Mark(MarkReason.PURGED, 9), None]
+
+
+def test_a_failed_append_moves_nothing(tmp_path: Path) -> None:
+    """After ENOSPC in the middle of a record the end stays, and the next record overwrites what was begun."""
+    files = FaultyFiles()
+    segment = a_segment(tmp_path, files)
+    append(segment, 1)
+    end = segment.end
+    files.errors["pwritev"], files.write_budget = errno.ENOSPC, 2000
+    with pytest.raises(OSError, match="No space"):
+        append(segment, 2)
+    assert segment.end == end
+    files.errors.clear()
+    files.write_budget = None
+    append(segment, 3)
+    assert scanned(segment) == [1, 3]
+
+
+def test_creation_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.errors["allocate"] = errno.ENOSPC
+    with pytest.raises(OSError, match="No space"):
+        a_segment(tmp_path, files)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_flipped_bit_of_a_segment_header_is_damage() -> None:
+    page = encode_segment_header(HEADER)
+    assert decode_segment_header(page) == HEADER
+    for bit in range(8 * 48):
+        spoiled = bytearray(page)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(SegmentDamaged):
+            decode_segment_header(bytes(spoiled))
+    with pytest.raises(SegmentDamaged):
+        decode_segment_header(page[:-1])
+    assert RECORD_ALIGN == FIRST_RECORD
