@@ -23,11 +23,14 @@ from workers.batch import Slice
 from workers.caches import slot_cache
 from workers.geometry import Geometry, UnsupportedModel
 from workers.layout import TORCH_DTYPES, KvMemory
-from workers.slots import SlotTable
+from workers.slots import Slots, SlotTable
 from workers.weights import weights_digest
 
 REPLAY_CHUNK_TOKENS = 512
 """Tokens that one step of the exact replay runs; its memory grows with this times the window."""
+
+CHECK_TOKENS = 24
+"""Tokens of the comparison with transformers' eager attention at every load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,9 @@ class Model:
             network.config._experts_implementation = "eager"  # grouped_mm has no float64 kernel
         network.to(device).eval().requires_grad_(False)
         _check_projections(network, geometry)
-        return cls(network, _facts(network, geometry, digest), torch.device(device))
+        model = cls(network, _facts(network, geometry, digest), torch.device(device))
+        model.check_attention()
+        return model
 
     @property
     def geometry(self) -> Geometry:
@@ -198,6 +203,28 @@ class Model:
             for hook in hooks:
                 hook.remove()
 
+    @torch.inference_mode()
+    def check_attention(self) -> None:
+        """Compare a short forward with transformers' own eager one. Raises UnsupportedModel when they differ.
+
+        Catches a model whose attention has a part that ours does not know, before wrong KV is stored under right keys.
+        """
+        tokens = [(7919 * step + 1) % self.vocabulary for step in range(CHECK_TOKENS)]
+        slots = Slots(1, CHECK_TOKENS)
+        item = Slice(tokens, 0, slots.allocate(CHECK_TOKENS), logits="all")
+        got = self.forward(KvMemory(self.geometry, slots, self.geometry.dtype, str(self._device)), [item])
+        self._network.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([tokens], dtype=torch.long, device=self._device)
+            wanted: torch.Tensor = self._network(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._network.set_attn_implementation(NAME)
+        if not _same_logits(got, wanted.to(got.dtype), exact=self.geometry.dtype in ("float64", "float32")):
+            raise UnsupportedModel(
+                f"the model's attention ({type(self._network).__name__}) has a part that is not supported: "
+                "its logits differ from those of transformers' eager attention"
+            )
+
     @property
     def _sliding(self) -> tuple[int, ...]:
         group = self.geometry.sliding_group
@@ -251,6 +278,13 @@ def _keep_last_rows(rows: int) -> Any:
         return (trim(args[0]), *args[1:]) if args else args, trimmed
 
     return hook
+
+
+def _same_logits(got: torch.Tensor, wanted: torch.Tensor, exact: bool) -> bool:
+    """Within rounding of float32; narrower dtypes round experts' choices too, so there most rows must point one way."""
+    if exact:
+        return bool((got - wanted).abs().max() <= 1e-3 * wanted.abs().max())
+    return bool(torch.nn.functional.cosine_similarity(got, wanted).median() > 0.98)
 
 
 def _triangle(geometry: Geometry, position: int) -> list[int]:

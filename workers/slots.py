@@ -53,8 +53,11 @@ class SlotTable:
         if begin == end:
             return []
         self._check(begin, end)
-        size = self.page_tokens
-        return [self._pages[position // size] * size + position % size for position in range(begin, end)]
+        size, slots = self.page_tokens, list[int]()
+        for index in range(begin // size, (end - 1) // size + 1):
+            first, offset = self._pages[index] * size, index * size
+            slots.extend(range(first + max(begin - offset, 0), first + min(end - offset, size)))
+        return slots
 
     def _check(self, begin: int, end: int) -> None:
         if not 0 <= begin < end <= self.tokens:

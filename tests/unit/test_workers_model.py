@@ -6,14 +6,18 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernels.attention import attend
 from tests.support.checkpoints import MAKERS, checkpoint
+from workers import attention
 from workers.attention import plan_sliding
 from workers.batch import Slice
+from workers.geometry import UnsupportedModel
 from workers.layout import KvMemory
 from workers.model import Model
 from workers.slots import Slots, SlotTable
@@ -368,3 +372,24 @@ def test_an_impossible_slice_is_refused(changes: dict[str, object], message: str
     values: dict[str, object] = {"tokens": [1, 2], "start": 0, "table": Slots(2, BLOCK).allocate(16), **changes}
     with pytest.raises(ValueError, match=message):
         Slice(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gemma2", "float32"), ("gptoss", "float32"), ("gptoss", "bfloat16"), ("llama", "bfloat16")]
+)
+def test_attention_that_is_not_understood_is_refused_at_load(
+    kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If softcap, sinks or causality were missing, the load would fail: wrong KV is never stored under right keys."""
+    model(kind, dtype).check_attention()
+
+    def deaf(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any) -> torch.Tensor:
+        return attend(
+            query, keys, values, **{**options, "softcap": None, "sinks_H": None, "causal": dtype == "float32"}
+        )
+
+    monkeypatch.setattr(attention, "attend", deaf)
+    with pytest.raises(UnsupportedModel, match="eager attention"):
+        model(kind, dtype).check_attention()
+    monkeypatch.undo()
+    model(kind, dtype).check_attention()

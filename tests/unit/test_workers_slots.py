@@ -77,6 +77,7 @@ def test_first_slot_says_exactly_whether_slots_are_consecutive(begin: int, lengt
     table = slots.allocate(40)
     end = min(begin + length, 40)
     wanted = table.slots(begin, end)
+    assert wanted == [table.pages[position // 4] * 4 + position % 4 for position in range(begin, end)]
     consecutive = wanted == list(range(wanted[0], wanted[0] + len(wanted)))
     assert table.first_slot(begin, end) == (wanted[0] if consecutive else None)
 
