@@ -1,4 +1,4 @@
-"""Restoring on real architectures: tiny Llama-, Gemma-3- and gpt-oss-shaped checkpoints in fp32, greedy, through a store."""
+"""Restoring on real architectures: tiny Llama-, Gemma-3- and gpt-oss-shaped checkpoints in fp32, through a store."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A model without weights: integers instead of vectors, so that any wrong key or value gives wrong tokens.
 
-Owns the arithmetic. Every layer's KV of a token depends on all KV that the layers below see, as in a real model: through
-all earlier tokens for a global layer, through the window for a sliding one. Sums are modulo 2^64, so results never depend
-on chunking or batching, and outputs can be compared for equality. KV lies in a real ``KvMemory``, as bits of float64.
+Owns the arithmetic. Every layer's KV of a token depends on all KV that the layers below see, as in a real model:
+through all earlier tokens for a global layer, through the window for a sliding one. Sums are modulo 2^64, so results
+never depend on chunking or batching, and can be compared for equality. KV lies in a real ``KvMemory``, as float64 bits.
 """
 
 from __future__ import annotations

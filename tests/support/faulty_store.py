@@ -18,8 +18,8 @@ from kvstore.store import GetStatus, PutOutcome
 class FaultyStore:
     """Faults are attributes, to be set by a test at any time.
 
-    ``down``: every call raises Unavailable. ``delay_s``: every data call takes that long, and raises DeadlineExceeded if
-    that is beyond its deadline. ``fail_get``: asked with the running number of each block's get; True fails it with
+    ``down``: every call raises Unavailable. ``delay_s``: every data call takes that long, and raises DeadlineExceeded
+    if that is beyond its deadline. ``fail_get``: asked with the running number of each block's get; True fails it with
     ``get_status`` and leaves the buffer alone. ``fail_state``: the same for states. ``fail_put``: the same for puts.
     ``gate``: puts wait until it is set.
     """

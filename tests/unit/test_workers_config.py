@@ -55,10 +55,10 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
 
 def test_broken_file_is_named(tmp_path: Path) -> None:
     """Absent or not TOML."""
-    with pytest.raises(ConfigError, match="none.toml"):
+    with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(tmp_path / "none.toml", GIVEN)
     (tmp_path / "bad.toml").write_text("role = ")
-    with pytest.raises(ConfigError, match="bad.toml"):
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
         load_config(tmp_path / "bad.toml", GIVEN)
 
 

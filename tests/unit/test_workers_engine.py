@@ -43,8 +43,8 @@ def worker(store: MemoryStore) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("model", [HYBRID, FULL], ids=["hybrid", "full"])
 def test_every_prompt_length_gives_the_cold_answer_and_a_whole_account(model: FakeModel) -> None:
-    """Lengths 1..1025 on one growing prefix, states kept or lost by turns: hit + miss == prompt, tokens as computed cold
-    wherever the plan was exact, and a hit wherever something is stored."""
+    """Lengths 1..1025 on one growing prefix, states kept or lost by turns: hit + miss == prompt, tokens as computed
+    cold wherever the plan was exact, and a hit wherever something is stored."""
     store = MemoryStore(state_ttl_s=1e9)
     cold = FakeModel(model.kinds, model.window)
     with bench(store, model, fidelity="exact") as worker:
@@ -74,8 +74,8 @@ def first_tokens(model: FakeModel, count: int) -> list[int]:
 @settings(max_examples=60)
 @given(st.data())
 def test_any_sequence_of_requests_and_losses_gives_the_cold_answers(data: st.DataObject) -> None:
-    """Prompts that share prefixes, answers resumed as prompts, losses of blocks and states between: exact plans equal the
-    cold run, and approximate ones say so."""
+    """Prompts that share prefixes, answers resumed as prompts, losses of blocks and states between: exact plans equal
+    the cold run, and approximate ones say so."""
     model = data.draw(st.sampled_from([HYBRID, FULL, FakeModel("sgs", window=5)]))
     fidelity = data.draw(st.sampled_from(["bounded", "exact"]))
     store = MemoryStore(state_ttl_s=1e9)
@@ -142,7 +142,7 @@ def test_another_worker_continues_an_answer_cut_in_the_middle(store: MemoryStore
 
 
 def test_end_of_output_state_serves_the_next_turn(worker: Bench) -> None:
-    """Turn 2 begins with turn 1's prompt and answer: all of it but the last token, whose KV nobody computed, is a hit."""
+    """Turn 2 begins with turn 1's prompt and answer: all but its last token, whose KV nobody computed, is a hit."""
     answer = worker.answer(TOKENS[:100], 20)
     turn = [*TOKENS[:100], *answer, *TOKENS[300:310]]
     again = worker.prefill(turn)
@@ -151,8 +151,8 @@ def test_end_of_output_state_serves_the_next_turn(worker: Bench) -> None:
 
 
 def test_bounded_replay_is_flagged_wherever_it_goes(store: MemoryStore) -> None:
-    """Blocks and states computed downstream of a bounded replay are approximate; an exact request does not see them, and
-    what it computes takes their place."""
+    """Blocks and states computed downstream of a bounded replay are approximate; an exact request does not see them,
+    and what it computes takes their place."""
     with bench(store) as worker:
         worker.prefill(TOKENS[:100])
         forget_states(store)
@@ -302,7 +302,7 @@ def test_refused_puts_leave_a_hole_that_the_next_request_fills(store: MemoryStor
 
 
 def test_full_publish_queue_sheds_and_never_blocks_a_step(store: MemoryStore) -> None:
-    """While the store hangs in a put, requests go on; what does not fit the queue is counted, and offered again later."""
+    """While the store hangs in a put, requests go on; what does not fit is counted, and offered again later."""
     faulty = FaultyStore(store)
     with bench(faulty, queue_bytes_max=4096, settle_deadline_s=0.05, fidelity="exact") as worker:
         faulty.gate.clear()
