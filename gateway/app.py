@@ -55,6 +55,8 @@ def create_app(
         tasks = [asyncio.create_task(fleet.run()), asyncio.create_task(services.load_tokenizers())]
         if policy is not None:
             tasks.append(asyncio.create_task(services.classes.follow(policy)))
+        for task in tasks:
+            task.add_done_callback(lambda done: _report(done, log))
         try:
             yield
         finally:
@@ -73,6 +75,12 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Edge, gate=services.gate, metrics=services.metrics, log=log, now_s=now_s)
     return app
+
+
+def _report(task: asyncio.Task[None], log: LogLine) -> None:
+    """A task of the lifespan ends only by being cancelled; anything else is a fault of ours that must be seen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log({"event": "fault", "error": repr(error)[:500]})
 
 
 async def _gateway_error(request: Request, error: Exception) -> JSONResponse:

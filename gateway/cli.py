@@ -117,7 +117,7 @@ def _keys(config: GatewayConfig, policy: PolicySource | None) -> KeyRing | None:
         try:
             classes.adopt(policy.policy(deadline_s=POLICY_S_MAX))
         except StoreError as error:
-            print_line({"event": "store's classes not read", "error": str(error)})
+            print_line({"event": "store_classes_unread", "error": str(error)})
     try:
         return load_keys(Path(config.keys), classes.names)
     except OSError as error:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError
 from kvstore.traffic import BUILT_IN_NAMES, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
@@ -68,6 +69,8 @@ class GatewayConfig:
                 raise ConfigError(f"{item.name} = {value} must be above zero")
         for name, byte in self.classes.items():
             check_class(name, byte)
+        for url in (*self.prefill, *self.decode):
+            check_worker_url(url)
         host, _ = self.address
         if self.keys is None and not is_loopback(host):
             raise ConfigError(
@@ -93,6 +96,17 @@ def parse_listen(text: str) -> tuple[str, int]:
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--listen {text!r} is not HOST:PORT, such as 127.0.0.1:8000")
     return host, int(port)
+
+
+def check_worker_url(url: str) -> None:
+    """Raises ConfigError unless a worker's address is ``http://HOST:PORT``."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isascii()
+    except ValueError:
+        usable = False
+    if not usable or any(letter.isspace() for letter in url):
+        raise ConfigError(f"worker address {url!r} is not http://HOST:PORT")
 
 
 def is_loopback(host: str) -> bool:

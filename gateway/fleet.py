@@ -46,14 +46,16 @@ class Worker:
         "client",
         "info",
         "load",
+        "poller",
         "roles",
         "url",
     )
 
-    def __init__(self, url: str, roles: frozenset[str], client: Client) -> None:
+    def __init__(self, url: str, roles: frozenset[str], client: Client, poller: Client) -> None:
         self.url = url
         self.roles = roles
         self.client = client
+        self.poller = poller
         self.info: ModelInfo | None = None
         self.load: Load | None = None
         self._seen_s = -2.0
@@ -137,8 +139,14 @@ class Fleet:
         for role, urls in (("prefill", prefill), ("decode", decode)):
             for url in urls:
                 roles.setdefault(url.rstrip("/"), set()).add(role)
+        # Polls have connections of their own: requests that use all others must not make a worker look dead.
         workers = [
-            Worker(url, frozenset(names), WorkerClient.open(url, token=token, event_s=event_s))
+            Worker(
+                url,
+                frozenset(names),
+                client=WorkerClient.open(url, token=token, event_s=event_s),
+                poller=WorkerClient.open(url, token=token),
+            )
             for url, names in roles.items()
         ]
         return cls(workers, now_s=now_s, poll_s=poll_s)
@@ -159,8 +167,8 @@ class Fleet:
         try:
             async with asyncio.timeout(POLL_S_MAX):
                 if worker.info is None or not worker.usable:
-                    worker.info = await worker.client.model()
-                load = await worker.client.load()
+                    worker.info = await worker.poller.model()
+                load = await worker.poller.load()
         except (WorkerError, TimeoutError, ValueError):
             # ValueError: an answer of another shape (another version, or not a worker at all).
             worker.failed(self._now_s())
@@ -194,6 +202,7 @@ class Fleet:
         """Close every client."""
         for worker in self._workers.values():
             await worker.client.aclose()
+            await worker.poller.aclose()
 
     async def _watch(self, worker: Worker) -> None:
         while True:

@@ -83,7 +83,7 @@ class Services:
                     try:
                         await self.tokenizers.get(info.directory)
                     except NoCapacity as error:
-                        self.log({"event": "tokenizer not loaded", "model": info.name, "error": error.message})
+                        self.log({"event": "tokenizer_unread", "model": info.name, "error": error.message})
                         await asyncio.sleep(TOKENIZER_RETRY_S)
             await asyncio.sleep(self.config.poll_s)
 

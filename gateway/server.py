@@ -55,7 +55,7 @@ class DrainingServer(uvicorn.Server):
         if self._announcer is not None:
             self._announcer.cancel()
         await super().shutdown(sockets)
-        self._services.log({"event": "gateway stopped"})
+        self._services.log({"event": "gateway_stopped"})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._services.gate.draining = True
@@ -68,10 +68,10 @@ class DrainingServer(uvicorn.Server):
         while not (models := self._services.ready_models()):
             if not told and loop.time() - began_s > WAITING_S:
                 missing = [worker.url for worker in self._services.fleet.workers if not worker.usable]
-                self._services.log({"event": "gateway waits for workers", "url": self._url, "missing": missing})
+                self._services.log({"event": "gateway_waiting", "url": self._url, "missing": missing})
                 told = True
             await asyncio.sleep(0.1)
-        self._services.log({"event": "gateway healthy", "url": self._url, "models": models, "access": self._note})
+        self._services.log({"event": "gateway_ready", "url": self._url, "models": models, "access": self._note})
 
 
 def serve(

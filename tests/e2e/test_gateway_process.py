@@ -71,12 +71,12 @@ def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: P
         ["--prefill", workers[0].url, "--decode", workers[1].url, "--listen", "127.0.0.1:0", "--data", str(data)]
     )
     try:
-        healthy = process.line("gateway healthy")
+        healthy = process.line("gateway_ready")
         endpoints = json.loads((data / "endpoints.json").read_text())
         assert healthy["url"] == endpoints["url"] == f"http://{endpoints['listen']}"
         assert healthy["models"] == ["tiny"]
         assert "loopback only" in healthy["access"]
-        assert [line["event"] for line in process.lines] == ["gateway healthy"]
+        assert [line["event"] for line in process.lines] == ["gateway_ready"]
         with httpx.Client(base_url=healthy["url"], timeout=30, trust_env=False, verify=False) as client:
             assert client.get("/healthz").status_code == 200
             with client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
@@ -86,7 +86,7 @@ def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: P
                 rest = "".join(lines)
             assert rest.endswith("data: [DONE]")
         assert process.child.wait(20) == 0
-        process.line("gateway stopped")
+        process.line("gateway_stopped")
         assert not (data / "endpoints.json").exists()
         assert not [line for line in process.lines if line["event"] == "not JSON"]
     finally:

@@ -389,12 +389,12 @@ def test_no_worker_is_503_until_one_comes(directory: Path) -> None:
 def test_killed_decode_worker_that_comes_back_continues(directory: Path) -> None:
     """The only decode worker is stopped in mid-answer and started again: the answer is complete and unchanged."""
     with running_stack(directory, continue_s_max=10.0) as stack, stack.client() as client:
-        long_answers([*stack.prefill, *stack.decode], delay_s=0.01)
+        long_answers([*stack.prefill, *stack.decode], delay_s=0.003)
         decode = stack.decode[0]
 
         def restart() -> None:
             wait_for(lambda: decode.decodes)
-            time.sleep(0.3)
+            time.sleep(0.2)
             decode.stop()
             decode.start()
 
