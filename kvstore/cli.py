@@ -99,12 +99,12 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "sweep_every": sweep_every,
             "drain": drain,
         }
-        from kvstore.daemon.process import run  # the daemon's packages, for the commands that need them
-
         with reported():
             settings = load_config(config, given)
             token = read_token(settings.token_file)
             rules, text = load_rules(settings.policy)
+            from kvstore.daemon.process import run  # the daemon's packages, for the commands that need them
+
             run(settings, rules, text, token)
 
 

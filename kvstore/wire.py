@@ -159,11 +159,12 @@ class PackedNames(Sequence[BlockName]):
     Carries what a store needs to answer (key and token digest); parent, route and index are not those of the asker.
     """
 
-    __slots__ = ("keys", "token_digests")
+    __slots__ = ("_made", "keys", "token_digests")
 
     def __init__(self, keys: bytes, token_digests: bytes) -> None:
         self.keys = keys
         self.token_digests = token_digests
+        self._made: list[BlockName] | None = None
 
     @classmethod
     def pack(cls, names: Sequence[BlockName]) -> PackedNames:
@@ -191,7 +192,9 @@ class PackedNames(Sequence[BlockName]):
         )
 
     def __iter__(self) -> Iterator[BlockName]:
-        return (self[index] for index in range(len(self)))
+        if self._made is None:
+            self._made = [self[index] for index in range(len(self))]
+        return iter(self._made)
 
 
 # --- hello ----------------------------------------------------------------------------------------------------------

@@ -170,6 +170,7 @@ class Server:
         try:
             threading.Thread(target=self._serve, args=(connection,), name="store-connection", daemon=True).start()
         except RuntimeError:
+            self._metrics.connections.dec()
             self._forget(connection)
             raise
         finally:

@@ -12,12 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
 from kvstore import control, limits, wire
-from kvstore.daemon.admission import Admission
+from kvstore.daemon.admission import Admission, LoadRate
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.errors import (
     CapacityProtected,
@@ -152,6 +154,7 @@ class Session:
     ) -> None:
         self._backend = backend
         self._admission = admission
+        self._load_rate = LoadRate()
         self._metrics = metrics
         self._name = name
         self._token = token
@@ -274,7 +277,9 @@ class Session:
         answer = self._backend.lookup(
             asked.space_id, asked.names, states=asked.states, deadline_s=self._left_s(request)
         )
-        request.answer(wire.encode_lookup_reply(answer))
+        prefix = answer.prefix_blocks()
+        load_s = self._load_rate.estimate_s(int(answer.payload_bytes[:prefix].sum(dtype=np.int64)))
+        request.answer(wire.encode_lookup_reply(replace(answer, load_s_estimate=max(load_s, answer.load_s_estimate))))
 
     def _get(self, request: Request) -> None:
         asked = wire.decode_get(request.body)
@@ -287,12 +292,14 @@ class Session:
                 if lease is not None:
                     leases.append(lease)
             payload_bytes = sum(lease.payload_bytes for lease in leases)
+            began_s = self._monotonic()
             request.answer(wire.encode_get_reply(rows), payload_bytes)
             for lease in leases:
                 if lease.fd is None:
                     request.channel.send(b"", (lease.data or b"",))
                 else:
                     request.channel.send_file(lease.fd, lease.offset, lease.payload_bytes)
+        self._load_rate.add(payload_bytes, self._monotonic() - began_s)
         self._metrics.payload_out.inc(payload_bytes)
 
     def _lend(

@@ -1,0 +1,81 @@
+"""Settings of the daemon: what is wrong is refused at start, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import StoreConfig, load_config, read_token
+
+GIVEN: dict[str, object] = {"data": "/srv/a", "capacity": "1GiB"}
+
+
+def test_defaults_listen_on_this_machine_only() -> None:
+    config = load_config(None, GIVEN)
+    assert config.listen.startswith("127.0.0.1:")
+    assert config.admin.startswith("127.0.0.1:")
+    assert config.unix_path == Path("/srv/a/store.sock")
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "store.toml"
+    path.write_text('data = ["/srv/a", "/srv/b"]\ncapacity = "2GiB"\nlisten = "[::1]:9"\nstate_ttl = "5m"\n')
+    config = load_config(path, {"capacity": "3GiB", "listen": None})
+    assert config.data == (Path("/srv/a"), Path("/srv/b"))
+    assert (config.capacity_bytes, config.listen, config.state_ttl_s) == (3 * 2**30, "[::1]:9", 300.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('capactiy = "1GiB"', "unknown key 'capactiy'"),
+        ('capacity = "1000"', "no unit"),
+        ("capacity = 1000", "not a text"),
+        ('capacity = "1MiB"', "8 MiB"),
+        ('state_ttl = "10"', "waiting time"),
+        ('listen = "localhost"', "not an address"),
+        ('listen = "unix:/x"', "--unix"),
+        ('listen = "0.0.0.0:7071"', "--token-file"),
+        ('admin = "[::]:7072"', "--token-file"),
+        ("connections_max = 0", "connections_max"),
+        ("connections_max = true", "whole number"),
+        ('data = ["/srv/a", "/srv/a"]', "twice"),
+        ("data = []", "--data"),
+        ('sweep_every = "0s"', "sweep_every"),
+        ("capacity = [", "cannot read the config"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "store.toml"
+    lines = [f'{key} = "{value}"' for key, value in GIVEN.items() if not text.startswith(key)]
+    path.write_text("\n".join([*lines, text]))
+    with pytest.raises(ValueError, match=says):
+        load_config(path, {})
+
+
+def test_a_missing_setting_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="--data DIR"):
+        load_config(None, {"capacity": "1GiB"})
+    with pytest.raises(ValueError, match="--capacity 20GiB"):
+        load_config(None, {"data": "/srv/a", "capacity": None})
+    with pytest.raises(ValueError, match="cannot read"):
+        load_config(Path("/nonexistent.toml"), GIVEN)
+
+
+def test_beyond_loopback_with_a_token_is_allowed() -> None:
+    config = load_config(None, {**GIVEN, "listen": "0.0.0.0:7071", "token_file": "/etc/token"})
+    assert isinstance(config, StoreConfig)
+
+
+def test_tokens_are_read_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("a-token-long-enough\n")
+    assert read_token(path) == "a-token-long-enough"
+    assert read_token(None) is None
+    for content in (b"", b"short\n", b"x" * 5000, b"\xff" * 20):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="token file"):
+            read_token(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_token(tmp_path / "absent")

@@ -1,0 +1,138 @@
+"""Explain: from access records and sightings to the cause, and to the field in which another space differs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli import records_of
+from kvstore.explain import CAUSES, Explanation, explain, read_access
+from kvstore.keys import encode_space, space_id
+from kvstore.store import Presence, Sighting
+from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
+
+SPACE = a_space()
+SPACE_ID = space_id(SPACE)
+NAME = a_chain(SPACE_ID, 6).names[5]
+
+
+def a_record(presence: str | None = "never", reason: str | None = None, **changes: Any) -> dict[str, Any]:
+    miss = {
+        "index": NAME.index,
+        "key": NAME.key.hex(),
+        "parent": NAME.parent.hex(),
+        "route": NAME.route.hex(),
+        "token_digest": NAME.token_digest.hex(),
+        "presence": presence,
+    }
+    return {
+        "request_id": "req-1",
+        "time_s": 1_800_000_000.0,
+        "role": "prefill",
+        "space": encode_space(SPACE).hex(),
+        "space_id": SPACE_ID.hex(),
+        "prompt_tokens": 40,
+        "block_tokens": BLOCK_TOKENS,
+        "hit_tokens": 20,
+        "way": "blocks",
+        "reason": reason or presence or "end",
+        "first_miss": miss if presence else None,
+        **changes,
+    }
+
+
+def told(record: dict[str, Any], sighting: Sighting | None = None, spaces: Any = None) -> Explanation:
+    return explain(read_access(record), sighting, spaces or {})
+
+
+@pytest.mark.parametrize("reason", ["never", "expired", "evicted", "quarantined", "purged", "unreachable"])
+def test_each_presence_is_its_own_cause(reason: str) -> None:
+    told_cause = told(a_record(reason)).cause
+    assert told_cause == {"never": "never_stored"}.get(reason, reason)
+    assert told_cause in CAUSES
+
+
+@pytest.mark.parametrize(
+    ("record", "cause"),
+    [
+        (a_record("never", "off"), "off"),
+        (a_record("present", "declined"), "declined"),
+        (a_record("present", "deadline"), "deadline"),
+        (a_record("present", "corrupt"), "not_loaded"),
+        (a_record(None, "end"), "none"),
+    ],
+)
+def test_what_the_worker_decided_goes_first(record: dict[str, Any], cause: str) -> None:
+    assert told(record).cause == cause
+
+
+def test_the_block_and_its_first_token_are_named() -> None:
+    explanation = told(a_record("evicted"))
+    assert (explanation.block, explanation.first_token) == (5, 20)
+    assert explanation.sentence.startswith("block 5 (from token 20): ")
+    assert json.loads(json.dumps(explanation.to_json()))["cause"] == "evicted"
+
+
+def test_the_time_of_removal_is_told_where_it_is_known() -> None:
+    sighting = Sighting(Presence.EXPIRED, 1_800_000_000, 0, ())
+    assert "2027-01-15 08:00:00 UTC" in told(a_record("expired"), sighting).sentence
+    assert "UTC" not in told(a_record("expired"), Sighting(Presence.PRESENT, 5, 0, ())).sentence
+
+
+def test_another_space_is_named_with_the_fields_that_differ() -> None:
+    """Of several spaces with the same tokens the nearest comes first; one that no node knows comes last."""
+    near, far = a_space(weights_digest=b"new weights"), a_space(weights_digest=b"x", kv_dtype="fp8", layout="fused")
+    unknown = space_id(a_space(epoch=5))
+    spaces = {space_id(near): near, space_id(far): far, SPACE_ID: SPACE}
+    sighting = Sighting(Presence.NEVER, 0, 0, (space_id(far), unknown, space_id(near), SPACE_ID))
+    explanation = told(a_record(), sighting, spaces)
+    assert explanation.cause == "another_space"
+    assert "weights_digest" in explanation.sentence
+    assert [other.fields for other in explanation.other_spaces] == [
+        ("weights_digest",),
+        ("weights_digest", "kv_dtype", "layout"),
+        (),
+    ]
+
+
+def test_what_was_stored_later_was_not_stored_then() -> None:
+    later = Sighting(Presence.PRESENT, 1_800_000_100, 0, ())
+    assert "not stored yet" in told(a_record(), later).sentence
+    assert "now evicted" in told(a_record(), replace(later, presence=Presence.EVICTED)).sentence
+    assert "never stored" in told(a_record(), replace(later, presence=Presence.NEVER)).sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"space": "zz"},
+        {"space": None},
+        {"space_id": "00"},
+        {"first_miss": {}},
+        {"first_miss": 3},
+        {"prompt_tokens": "many"},
+        {"time_s": None},
+        {"first_miss": a_record()["first_miss"] | {"presence": "gone"}},
+        {"first_miss": a_record()["first_miss"] | {"key": "00"}},
+    ],
+)
+def test_malformed_records_are_value_errors(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        read_access(a_record() | changes)
+
+
+def test_records_are_found_in_both_log_files_past_damage(tmp_path: Path) -> None:
+    """The rotated file comes first; broken, foreign and overlong lines are passed over; ids match whole."""
+    log = tmp_path / "access.jsonl"
+    old, new, longer = a_record(role="old"), a_record(role="new"), a_record(request_id="req-11")
+    (tmp_path / "access.jsonl.1").write_text(json.dumps(old) + "\n")
+    lines = ['{"request_id": "req-1", tru', json.dumps(longer), '"req-1"', "x" * 400_000, json.dumps(new), "\xff\xfe"]
+    log.write_bytes("\n".join(lines).encode("latin-1"))
+    assert [row["role"] for row in records_of(log, "req-1")] == ["old", "new"]
+    assert list(records_of(log, "req")) == []
+    with pytest.raises(ValueError, match="cannot read"):
+        records_of(tmp_path / "absent", "req-1")

@@ -1,0 +1,176 @@
+"""Addresses, and channels that keep their deadline however the peer behaves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import framing, wire
+from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
+from kvstore.framing import Address, Channel, connect, expect_reply, parse_address
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, socket.socket]]:
+    if request.param == "unix":
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+    ours.setblocking(True)
+    theirs.settimeout(10)
+    with ours, theirs:
+        yield Channel(ours), theirs
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("unix:/run/store.sock", Address("unix:/run/store.sock", path="/run/store.sock")),
+        ("10.0.0.1:7071", Address("10.0.0.1:7071", host="10.0.0.1", port=7071)),
+        ("[::1]:7071", Address("[::1]:7071", host="::1", port=7071)),
+        ("n1=host.example:1", Address("n1", host="host.example", port=1)),
+        ("n1=unix:/a=b", Address("n1", path="/a=b")),
+    ],
+)
+def test_addresses(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert str(address) == text.removeprefix("n1=")
+
+
+def test_gathered_buffers_arrive_in_order(pair: tuple[Channel, socket.socket]) -> None:
+    """Thousands of buffers, empty ones among them, in one frame: more than one system call takes."""
+    channel, peer = pair
+    parts = [os.urandom(size % 301) for size in range(2000)]
+    received = bytearray()
+
+    def read() -> None:
+        while len(received) < 4 + sum(map(len, parts)):
+            received.extend(peer.recv(100_000))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    channel.set_deadline(time.monotonic() + 20)
+    channel.send(b"head", parts)
+    thread.join(20)
+    assert received == b"head" + b"".join(parts)
+
+
+def test_a_file_is_sent_and_what_it_lacks_is_zeros(pair: tuple[Channel, socket.socket]) -> None:
+    """A file that is shorter than promised keeps the frame whole: zeros stand for the missing bytes."""
+    channel, peer = pair
+    with tempfile.TemporaryFile() as file:
+        content = os.urandom(5000)
+        file.write(content)
+        file.flush()
+        assert channel.send_file(file.fileno(), 1000, 100_000) == 4000
+    received = bytearray()
+    while len(received) < 100_000:
+        received += peer.recv(100_000)
+    assert received == content[1000:] + bytes(96_000)
+
+
+def test_no_wait_outlasts_the_deadline(pair: tuple[Channel, socket.socket]) -> None:
+    """A peer that is silent, that trickles, or that does not read: the deadline ends the call."""
+    channel, peer = pair
+    channel.set_deadline(time.monotonic() + 0.2)
+    with pytest.raises(DeadlineExceeded):
+        channel.receive_into(memoryview(bytearray(10)))
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.05):
+            peer.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    began_s = time.monotonic()
+    channel.set_deadline(began_s + 0.3)
+    with pytest.raises(DeadlineExceeded):
+        channel.receive_into(memoryview(bytearray(1000)))
+    stop.set()
+    thread.join()
+    channel.set_deadline(time.monotonic() + 0.2)
+    with pytest.raises(DeadlineExceeded):
+        channel.send(b"", [bytes(64 * 1024 * 1024)])
+    assert time.monotonic() - began_s < 5
+
+
+def test_a_deadline_can_be_lifted(pair: tuple[Channel, socket.socket]) -> None:
+    channel, peer = pair
+    channel.set_deadline(time.monotonic() + 0.05)
+    with pytest.raises(DeadlineExceeded):
+        channel.receive_into(memoryview(bytearray(1)))
+    channel.set_deadline(None)
+    threading.Timer(0.2, peer.send, [b"x"]).start()
+    channel.receive_into(memoryview(bytearray(1)))
+
+
+def test_the_end_between_frames_differs_from_the_end_within_one(pair: tuple[Channel, socket.socket]) -> None:
+    channel, peer = pair
+    peer.sendall(wire.encode_frame(wire.Opcode.GET, 5, b"body"))
+    header = channel.receive_header()
+    assert header is not None
+    assert channel.receive_body(header) == b"body"
+    peer.sendall(b"RPKV")
+    peer.shutdown(socket.SHUT_WR)
+    with pytest.raises(Unavailable, match="middle"):
+        channel.receive_header()
+    assert channel.receive_header() is None
+
+
+def test_only_the_awaited_answer_is_taken() -> None:
+    def header(opcode: wire.Opcode, request_id: int, reply: bool) -> wire.Header:
+        return wire.Header(opcode, reply, request_id, 0, 0, 0, 0)
+
+    assert expect_reply(header(wire.Opcode.GET, 3, True), wire.Opcode.GET, 3).request_id == 3
+    assert expect_reply(header(wire.Opcode.ERROR, 0, True), wire.Opcode.GET, 3).opcode == wire.Opcode.ERROR
+    for wrong in (
+        header(wire.Opcode.PUT, 3, True),
+        header(wire.Opcode.GET, 4, True),
+        header(wire.Opcode.GET, 3, False),
+    ):
+        with pytest.raises(ProtocolError):
+            expect_reply(wrong, wire.Opcode.GET, 3)
+    with pytest.raises(Unavailable):
+        expect_reply(None, wire.Opcode.GET, 3)
+
+
+def fill_backlog(address: Address, held: list[Channel]) -> None:
+    for _ in range(10):
+        held.append(connect(address, time.monotonic() + 0.2))
+
+
+def test_connecting_fails_by_name_or_by_deadline() -> None:
+    """Nobody listening is Unavailable at once; a full backlog is DeadlineExceeded in time."""
+    with pytest.raises(Unavailable, match="unix:/nonexistent"):
+        connect(parse_address("unix:/nonexistent/x.sock"), time.monotonic() + 1)
+    with pytest.raises(Unavailable, match="cannot connect"):
+        connect(parse_address("host.invalid:1"), time.monotonic() + 1)
+    with tempfile.TemporaryDirectory(prefix="kv") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/s")
+        listener.listen(0)
+        address = parse_address(f"unix:{folder}/s")
+        held: list[Channel] = []
+        with pytest.raises(DeadlineExceeded):
+            fill_backlog(address, held)
+        for channel in held:
+            channel.close()
+
+
+def test_loopback_is_recognised() -> None:
+    assert [framing.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.1.1.1", "::")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

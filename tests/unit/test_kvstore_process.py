@@ -1,0 +1,222 @@
+"""The real daemon process: start, endpoints, token, admin HTTP, drain, kill, restart, and the commands around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvstore.cli import build_app
+from kvstore.keys import TokenChain, encode_space
+from kvstore.store import BlockPut, GetStatus
+from kvstore.testing import TEST_RULES
+from kvstore.traffic import AGENT
+from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
+from tests.support.stores import client_of, short_dir
+
+TOKEN = "a-token-of-some-length"
+APP = build_app(lambda path: (TEST_RULES, ""))
+SERVE = (
+    "import sys; from kvstore.cli import build_app; from kvstore.testing import TEST_RULES; "
+    "build_app(lambda path: (TEST_RULES, ''))(['serve', *sys.argv[1:]])"
+)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_dir() as path:
+        yield path
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-c", SERVE, "--data", str(folder / "data"), "--capacity", "64MiB"),
+            *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *options),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+
+
+@contextmanager
+def daemon(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A running daemon and what it said when it was ready."""
+    process = start(folder, *options)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read() if process.stderr else ""
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_a_daemon_lives_and_ends_cleanly(folder: Path) -> None:
+    """It says where it listens, answers health, metrics and stats, drains on SIGTERM, and exits 0."""
+    with daemon(folder) as (process, ready):
+        endpoints = json.loads((folder / "data" / "endpoints.json").read_text())
+        assert {key: ready[key] for key in endpoints} == endpoints
+        assert endpoints["pid"] == process.pid
+        with client_of(f"unix:{ready['unix']}") as client:
+            put_chain(client, a_chain(client.register_space(a_space()), 5), AGENT)
+        with client_of(ready["listen"]) as client:
+            assert client.stats()["blocks"] == 5
+        base = f"http://{ready['admin']}"
+        assert httpx.get(f"{base}/healthz").json() == {"status": "ok"}
+        metrics = httpx.get(f"{base}/metrics").text
+        assert "reprise_store_blocks 5.0" in metrics
+        assert 'reprise_store_requests_total{opcode="put"} 1.0' in metrics
+        assert 'reprise_store_class_blocks{of="agent"} 5.0' in metrics
+        assert httpx.get(f"{base}/v1/stats").json()["blocks"] == 5
+        shown = CliRunner().invoke(APP, ["stat", ready["listen"], "--json"])
+        assert shown.exit_code == 0
+        assert json.loads(shown.stdout)[ready["listen"]]["blocks"] == 5
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert json.loads(out) == {"event": "store_stopped"}
+        assert not (folder / "data" / "endpoints.json").exists()
+    checked = CliRunner().invoke(APP, ["fsck", str(folder / "data"), "--json"])
+    assert checked.exit_code == 0
+    assert json.loads(checked.stdout)["live_records"] == 5
+
+
+def test_a_killed_daemon_comes_back_with_every_acknowledged_block(folder: Path) -> None:
+    """kill -9, a stale socket file and endpoints.json left behind: the next start serves all on the same path."""
+    space = a_space()
+    with daemon(folder) as (process, ready), client_of(f"unix:{ready['unix']}") as client:
+        space_id = client.register_space(space)
+        chain = a_chain(space_id, 100)
+        put_chain(client, chain, AGENT)
+        process.kill()
+        process.wait(20)
+        began_s = time.monotonic()
+        assert client.lookup(space_id, chain.names, deadline_s=0.5).prefix_blocks() == 0
+        assert time.monotonic() - began_s < 2
+        with daemon(folder), client_of(f"unix:{ready['unix']}") as fresh:
+            assert fresh.spaces() == {space_id: space}
+            assert fresh.lookup(space_id, chain.names).prefix_blocks() == 100
+            buffers = [bytearray(1000) for _ in chain.names]
+            assert fresh.get_into(space_id, chain.names, buffers) == [GetStatus.OK] * 100
+            assert all(buffer == name.key[:1] * 1000 for buffer, name in zip(buffers, chain.names, strict=True))
+            time.sleep(1.2)  # the older client skips the node for a second after its failure
+            assert client.lookup(space_id, chain.names).prefix_blocks() == 100
+
+
+def test_a_token_guards_both_endpoints(folder: Path) -> None:
+    """With --token-file the data plane and the admin HTTP ask for it; health alone stays open."""
+    token_file = folder / "token"
+    token_file.write_text(TOKEN + "\n")
+    with daemon(folder, "--token-file", str(token_file)) as (_, ready):
+        base = f"http://{ready['admin']}"
+        assert httpx.get(f"{base}/healthz").status_code == 200
+        for path in ("/metrics", "/v1/stats"):
+            assert httpx.get(base + path).status_code == 401
+            assert httpx.get(base + path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+            assert httpx.get(base + path, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+        refused = CliRunner().invoke(APP, ["stat", ready["listen"]])
+        assert refused.exit_code == 1
+        assert "needs a token" in refused.output
+        assert CliRunner().invoke(APP, ["stat", ready["listen"], "--token-file", str(token_file)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--unix", "/tmp/" + "x" * 120], 2, "107 bytes"),
+        (["--segment-bytes", "60MiB"], 1, "segments"),
+    ],
+)
+def test_a_daemon_that_cannot_start_says_why(folder: Path, options: list[str], code: int, says: str) -> None:
+    """An impossible address exits 2, a directory that cannot be used exits 1, each without a traceback."""
+    process = start(folder, *options)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--listen", "0.0.0.0:0"], "give --token-file"),
+        (["--admin", "0.0.0.0:0"], "give --token-file"),
+        (["--capacity", "64"], "no unit"),
+        (["--token-file", "/nonexistent"], "cannot be read"),
+        (["--config", "/nonexistent"], "cannot read the config"),
+    ],
+)
+def test_wrong_settings_are_usage_errors(folder: Path, options: list[str], says: str) -> None:
+    """They exit 2 with one line before anything is opened."""
+    done = CliRunner().invoke(APP, ["serve", "--data", str(folder / "data"), "--capacity", "64MiB", *options])
+    assert done.exit_code == 2
+    assert says in done.output
+    assert not (folder / "data").exists()
+
+
+def test_a_directory_in_use_or_of_another_kind_is_refused(folder: Path) -> None:
+    with daemon(folder) as (first, _):
+        second = start(folder, "--unix", str(folder / "other.sock"))
+        _, err = second.communicate(timeout=30)
+        assert second.returncode == 1
+        assert str(first.pid) in err
+        checked = CliRunner().invoke(APP, ["fsck", str(folder / "data")])
+        assert checked.exit_code == 1
+        assert "in use" in checked.output or str(first.pid) in checked.output
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "family.jpg").write_text("not a store")
+    process = start(folder, "--data", str(folder / "foreign"))
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "foreign" in err
+    assert (folder / "foreign" / "family.jpg").exists()
+
+
+def test_explain_asks_the_store_and_names_the_field(folder: Path) -> None:
+    """A request whose weights changed: explain says that the same tokens lie in a space with other weights."""
+    old, new = a_space(), a_space(weights_digest=b"new weights")
+    log = folder / "access.jsonl"
+    with daemon(folder) as (_, ready):
+        with client_of(ready["listen"]) as client:
+            chain = a_chain(client.register_space(old), 3)
+            client.put(
+                chain.space_id, [BlockPut(name, BLOCK_TOKENS, b"x") for name in chain.names], traffic_class=AGENT
+            )
+            other = TokenChain(client.register_space(new), BLOCK_TOKENS, chain.tokens)
+        miss = other.names[0]
+        record = {
+            "request_id": "req-1", "time_s": time.time(), "role": "prefill", "space": encode_space(new).hex(),
+            "space_id": other.space_id.hex(), "prompt_tokens": 12, "block_tokens": BLOCK_TOKENS, "hit_tokens": 0,
+            "way": "cold", "reason": "never",
+            "first_miss": {
+                "index": 0, "key": miss.key.hex(), "parent": miss.parent.hex(), "route": miss.route.hex(),
+                "token_digest": miss.token_digest.hex(), "presence": "never",
+            },
+        }  # fmt: skip
+        log.write_text(json.dumps(record) + "\n")
+        arguments = ["explain", "req-1", "--log", str(log), "--store", ready["listen"]]
+        shown = CliRunner().invoke(APP, arguments)
+        assert shown.exit_code == 0
+        assert "weights_digest" in shown.output
+        parsed = json.loads(CliRunner().invoke(APP, [*arguments, "--json"]).stdout)
+        assert parsed[0]["cause"] == "another_space"
+        assert parsed[0]["other_spaces"] == [{"space_id": chain.space_id.hex(), "fields": ["weights_digest"]}]
+        assert CliRunner().invoke(APP, ["explain", "req-2", "--log", str(log)]).exit_code == 1
+    gone = CliRunner().invoke(APP, [*arguments, "--deadline", "500ms"])
+    assert gone.exit_code == 0
+    assert "never_stored" in gone.output
