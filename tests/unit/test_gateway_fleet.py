@@ -105,9 +105,7 @@ def test_a_poll_that_began_before_a_failure_does_not_heal() -> None:
 
 
 def test_load_is_the_larger_of_report_and_own_count() -> None:
-def test_a_worker_serves_what_it_is_listed_for_and_can(
-    roles: set[str], role: str, prefills: bool, decodes: bool
-) -> None:
+    """Report and own count describe the same requests: the larger is believed, and ours ends with them."""
     fleet, worker, _ = make()
     asyncio.run(fleet.poll(worker))
     with worker.busy(pairs=9.0, tokens=3), worker.busy(tokens=50), worker.busy():
