@@ -23,7 +23,7 @@ WANTING = st.builds(
     st.sampled_from([CostModel(), CostModel(0.01, 1e-3, 1e-7), CostModel(0.2, 1e-2, 1e-5)]),
 )
 def test_grants_keep_every_bound_and_make_progress(wanting: list[Wanting], cost: CostModel) -> None:
-    """Never more than is wanted, than sequences or tokens a step; if anybody wants, somebody runs, the first prefill too."""
+    """Never more than wanted, or than a step has; if anybody wants, somebody runs, the first prefill too."""
     grants = schedule(wanting, LIMITS, ATTENTION, cost)
     assert all(0 <= count <= item.remaining for count, item in zip(grants, wanting, strict=True))
     assert sum(count > 0 for count in grants) <= LIMITS.sequences_max
