@@ -32,6 +32,8 @@ START_S_MAX = 1800.0
 """From a bare machine: the first start converts the model."""
 RESTART_S_MAX = 120.0
 STOP_S_MAX = 90.0
+TABLE_COLUMNS = 130
+"""A narrower terminal wraps lines rather than losing figures."""
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -221,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome = run_script(service, options.model)
         console.print()
-        console.print(table(outcome.rows))
+        Console(width=max(console.width, TABLE_COLUMNS)).print(table(outcome.rows))
         found = faults(outcome.rows)
         for fault in found:
             console.print(f"NOT AS IT SHOULD BE: {fault}", markup=False)

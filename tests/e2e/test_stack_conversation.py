@@ -18,7 +18,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.stack import Stack, running_stack
 
 OFF = {"x-reprise-cache": "off"}
-DOCUMENT = " ".join(f"Article {number} says: shard {number * 7 % 31} keeps block {number * 13}." for number in range(26))
+DOCUMENT = " ".join(f"Article {number}: shard {number * 7 % 31} keeps block {number * 13}." for number in range(26))
 KEYS = """
 [[keys]]
 key = "key-of-alice-0001"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -68,12 +69,18 @@ TEXTS = [(ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists
 COMMANDS = sorted({command for text in TEXTS for command in commands_in(text)})
 
 
+@functools.cache
+def help_of(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """What `reprise COMMAND --help` prints; each command is asked once."""
+    return subprocess.run(
+        [sys.executable, "-m", "ops.cli", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_of_the_documents_exist(command: tuple[str, ...]) -> None:
     """Each `reprise ...` line of README and RUNBOOK names a subcommand that has help."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ops.cli", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = help_of(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Usage: reprise" in done.stdout
 
@@ -95,13 +102,7 @@ OPTIONS = sorted({pair for text in TEXTS for pair in options_in(text)})
 
 def test_options_of_the_documents_exist() -> None:
     """Each option that a document uses is in the help of its command."""
-    help_of: dict[tuple[str, ...], str] = {}
-    for command in {command for command, _ in OPTIONS}:
-        done = subprocess.run(
-            [sys.executable, "-m", "ops.cli", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-        help_of[command] = done.stdout
-    missing = [f"reprise {' '.join(command)} {option}" for command, option in OPTIONS if option not in help_of[command]]
+    missing = [f"reprise {' '.join(words)} {option}" for words, option in OPTIONS if option not in help_of(words).stdout]
     assert not missing
 
 
