@@ -30,7 +30,7 @@ TOKENS_MAX = 1_048_576
 Role = Literal["prefill", "decode", "both"]
 Fidelity = Literal["bounded", "exact"]
 Way = Literal["cold", "blocks", "state", "replay", "exact_replay"]
-"""How a request's prefix came to be: computed; global blocks only (no sliding layers); a state; bounded replay; exact replay."""
+"""How a request's prefix came to be: computed; global blocks only (no sliding layers); a state; a replay; an exact one."""
 
 
 class Message(BaseModel):
@@ -40,8 +40,8 @@ class Message(BaseModel):
 
 
 class Sampling(Message):
-    """How the next token is chosen. ``temperature`` 0 is greedy. With a seed, token i depends on (seed, i) only, so that
-    another worker continues the same stream."""
+    """How the next token is chosen. ``temperature`` 0 is greedy. With a seed, token i depends on (seed, i) only, so
+    that another worker continues the same stream."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -66,7 +66,7 @@ class WorkRequest(Message):
 
 
 class PrefillRequest(WorkRequest):
-    """``tokens`` is the prompt. ``hand_off`` False (max_tokens 1): the end-of-prompt state is still published."""
+    """``tokens`` is the prompt. Its blocks and its end-of-prompt state are published, and its first token is chosen."""
 
 
 class DecodeRequest(WorkRequest):
@@ -140,7 +140,7 @@ WORKER_EVENT: TypeAdapter[FirstToken | HandedOff | Tokens | Finished | WorkerFai
 
 
 class ModelInfo(Message):
-    """What a gateway must know of a worker's model. ``directory`` holds tokenizer and config (same host or shared disk)."""
+    """What a gateway must know of a worker's model. ``directory`` holds tokenizer and config (same host or disk)."""
 
     name: str
     role: Role
@@ -154,7 +154,7 @@ class ModelInfo(Message):
 
 
 class Load(Message):
-    """A worker's load, for routing. ``queued_pairs``: attention pairs (query x key) waiting, the cost estimate of section 6."""
+    """A worker's load, for routing. ``queued_pairs``: attention pairs (query x key) waiting, mean of the layers."""
 
     running: int
     waiting: int
