@@ -30,7 +30,7 @@ TOKENS_MAX = 1_048_576
 Role = Literal["prefill", "decode", "both"]
 Fidelity = Literal["bounded", "exact"]
 Way = Literal["cold", "blocks", "state", "replay", "exact_replay"]
-"""How a request's prefix came to be: computed; global blocks only (no sliding layers); a state; a replay; an exact one."""
+"""How a prefix came to be: computed; global blocks only (no sliding layers); a state; a replay; an exact one."""
 
 
 class Message(BaseModel):
