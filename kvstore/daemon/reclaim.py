@@ -30,7 +30,12 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentUsage:
-    """What one segment holds. Bytes are whole records on disk; ``busy``: leased by a reader, or it failed a write."""
+    """What one segment holds. Bytes are whole records on disk.
+
+    ``begun`` counts up with every segment begun, so that of equal promises the older goes.
+    ``busy``: leased by a reader,
+    or it failed a write.
+    """
 
     segment: int
     class_byte: int
@@ -39,6 +44,7 @@ class SegmentUsage:
     alive_bytes: int
     pinned_bytes: int
     promise_until_s: int
+    begun: int
     busy: bool
 
 
@@ -60,7 +66,7 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules) -> Step | N
     if sparse:
         return Step(min(sparse, key=lambda usage: (usage.alive_bytes, usage.segment)).segment, Action.MOVE_ALIVE)
     class_bytes = _bytes_by_class(usages)
-    for usage in sorted(idle, key=lambda usage: (_priority(rules, usage), usage.promise_until_s, usage.segment)):
+    for usage in sorted(idle, key=lambda usage: (_priority(rules, usage), usage.promise_until_s, usage.begun)):
         if class_bytes[usage.class_byte] - usage.segment_bytes < _floor_bytes(rules, usage):
             continue
         if usage.pinned_bytes == 0:

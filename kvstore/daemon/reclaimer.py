@@ -61,14 +61,15 @@ class Reclaimer:
         """A segment with room for a new record of a class and expiry day, recycling others if need be;
         None: refused.
         """
-        segment = self._ledger.segments.open_for(class_byte, day, record_bytes)
-        if segment is not None:
-            return segment
-        self._make_room(lambda: self._ledger.segments.free_count > SPARE_SEGMENTS, now_s)
         segments = self._ledger.segments
-        return segments.open_for(class_byte, day, record_bytes) or segments.begin(
-            class_byte, day, now_s, spare=SPARE_SEGMENTS
-        )
+        segment = segments.open_for(class_byte, day, record_bytes)
+        while segment is None:
+            if not self._make_room(lambda: segments.free_count > SPARE_SEGMENTS, now_s):
+                return None
+            segment = segments.open_for(class_byte, day, record_bytes) or segments.begin(
+                class_byte, day, now_s, spare=SPARE_SEGMENTS
+            )
+        return segment
 
     def make_room_in_index(self, blocks: int, now_s: int) -> bool:
         """Keep the number of blocks within what the index may hold."""
@@ -115,6 +116,7 @@ class Reclaimer:
                     alive_bytes=int(alive_bytes[number]),
                     pinned_bytes=int(pinned_bytes[number]),
                     promise_until_s=int(promise_s[number]),
+                    begun=segment.begun,
                     busy=segment.failed or segment.leases > 0,
                 )
                 for number, segment in segments.items()

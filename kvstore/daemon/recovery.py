@@ -86,11 +86,14 @@ def _adopt(
     now_s: int,
 ) -> None:
     """Scan what the index does not know of one segment."""
-    known = extent is not None and extent.generation == segment.header.generation
-    begin = extent.end if known and extent else FIRST_RECORD
+    if extent is not None and extent.generation == segment.header.generation:
+        begin = extent.end
+        steps = segment.scan(begin, segment.end if segment.sealed else begin, payloads=not segment.sealed)
+    else:
+        begin = FIRST_RECORD
+        steps = segment.scan_all(segment.end, payloads=not segment.sealed)
     end = begin
-    known_end = segment.end if segment.sealed else begin
-    for step in segment.scan(begin, known_end, payloads=not segment.sealed):
+    for step in steps:
         if step.header is None:
             found.damaged += 1
             continue

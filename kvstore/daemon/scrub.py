@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordHeader
-from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
+from kvstore.daemon.segment import FREE, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def scrub_segment(segment: Segment, known_end: int) -> Iterator[Verdict]:
     """Judge everything up to ``known_end``, and beyond it whatever a start would adopt. Changes nothing."""
     if segment.header.class_byte == FREE:
         return
-    for step in segment.scan(FIRST_RECORD, known_end, payloads=True):
+    for step in segment.scan_all(known_end, payloads=True):
         problem = step.problem
         if step.mark is not None and step.mark.reason is MarkReason.DAMAGED:
             problem = "the record's mark is damaged"

@@ -131,10 +131,11 @@ class Segment:
 
     ``end``: where the next record goes. ``leases``: readers outside the shard's lock; while there are any, the
     segment is
-    not recycled. ``failed``: the file refused a write; it is read from, but never chosen again.
+    not recycled. ``begun``: the order in which segments were begun. ``failed``: the file refused a
+    write; it is read from, but never chosen again.
     """
 
-    __slots__ = ("dirty", "end", "failed", "fd", "files", "header", "leases", "path", "sealed")
+    __slots__ = ("begun", "dirty", "end", "failed", "fd", "files", "header", "leases", "path", "sealed")
 
     def __init__(self, files: Files, path: Path, fd: int, header: SegmentHeader, end: int, sealed: bool) -> None:
         self.files = files
@@ -146,6 +147,7 @@ class Segment:
         self.failed = False
         self.dirty = False
         self.leases = 0
+        self.begun = 0
 
     @classmethod
     def create(cls, files: Files, directory: Path, header: SegmentHeader) -> tuple[Segment, bool]:
@@ -281,6 +283,23 @@ class Segment:
             checked = None if mark is not None or not (payloads or beyond) else not problem
             yield Scanned(offset, header, mark, checked, problem or "")
             offset += header.record_bytes
+
+    def scan_all(self, known_end: int, *, payloads: bool) -> Iterator[Scanned]:
+        """As ``scan`` from the first record, but where nothing is known of an unsealed segment, damage is skipped too.
+
+        Only damage that a record follows is reported: what follows the last record is the tail that was never written.
+        """
+        blind = not self.sealed and known_end == FIRST_RECORD
+        hole: Scanned | None = None
+        limit = self.header.segment_bytes if blind else known_end
+        for step in self.scan(FIRST_RECORD, limit, payloads=payloads or blind):
+            if step.header is None and blind:
+                hole = step
+                continue
+            if hole is not None:
+                yield hole
+                hole = None
+            yield step
 
     def fill_hole(self, offset: int, hole_bytes: int, when_s: int) -> None:
         """Cover damage with dead records, so that scans pass over it. Raises OSError."""

@@ -43,6 +43,7 @@ class SegmentSet:
         self.may_grow = True
         """False after a file could not be created (a full file system): recycle instead, until the next sweep."""
         self.damaged = 0
+        self._begun = 0
 
     @classmethod
     def open(
@@ -65,6 +66,8 @@ class SegmentSet:
                 found.segments[segment.number] = segment
                 if segment.header.class_byte == FREE:
                     found.free.append(segment.number)
+        for segment in sorted(found.segments.values(), key=lambda item: (item.header.created_s, item.number)):
+            found._count_begun(segment)
         return found
 
     def adopt_opened(self) -> None:
@@ -105,6 +108,7 @@ class SegmentSet:
         while self.free_count > spare:
             segment = self._begin_one(class_byte, day, now_s)
             if segment is not None:
+                self._count_begun(segment)
                 self._limit_opened(keep=(class_byte, day))
                 self.opened[(class_byte, day)] = segment.number
                 return segment
@@ -202,6 +206,10 @@ class SegmentSet:
             log.warning("segment_not_preallocated path=%s: the file system cannot reserve space", segment.path)
         self.segments[number] = segment
         return segment
+
+    def _count_begun(self, segment: Segment) -> None:
+        self._begun += 1
+        segment.begun = self._begun
 
     def _unused_number(self) -> int:
         """The least number without a file (a file that could not be opened or removed keeps its number)."""

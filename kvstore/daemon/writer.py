@@ -32,6 +32,8 @@ from kvstore.traffic import ClassRules
 
 RUN_BLOCKS_MAX = 256
 """Blocks of one gather write: three buffers each stay below IOV_MAX."""
+ATTEMPTS = 2
+"""Segments that a put tries: one bad file does not refuse it, a bad disk does at once."""
 _PAGE = bytes(4096)
 
 log = logging.getLogger(__name__)
@@ -150,15 +152,18 @@ class Writer:
         day = (now_s + self._rules().keep_for_s(class_byte)) // DAY_S
         if not self._reclaimer.make_room_in_index(len(pending), now_s):
             return
-        at = 0
+        at = failures = 0
         while at < len(pending):
             segment = self._reclaimer.segment_for(class_byte, day, pending[at].block.record_bytes, now_s)
             if segment is None:
                 return
             run = _fitting(pending[at:], segment.room_bytes)
-            if not self._write_run(space_id, run, segment, class_byte, now_s, outcomes):
+            if self._write_run(space_id, run, segment, class_byte, now_s, outcomes):
+                at += len(run)
+                continue
+            failures += 1
+            if failures == ATTEMPTS:
                 return
-            at += len(run)
 
     def _write_run(
         self,

@@ -17,7 +17,7 @@ RULES = ClassRules(
         ClassRule(CHAT, "chat", 7 * 86_400, priority=200, floor_bytes=2 * MIB),
     )
 )
-FULL = SegmentUsage(1, AGENT, MIB, 1000, 1000, 0, 50, busy=False)
+FULL = SegmentUsage(1, AGENT, MIB, 1000, 1000, 0, 50, begun=1, busy=False)
 
 
 def test_dead_segments_go_first() -> None:
@@ -37,6 +37,7 @@ def test_lower_priority_then_earlier_promise() -> None:
     usages = [later, chat, FULL]
     assert choose_victim(usages, RULES) == Step(1, Action.FREE)
     assert choose_victim([chat, later], RULES) == Step(3, Action.FREE)
+    assert choose_victim([replace(FULL, begun=2), replace(FULL, segment=3)], RULES) == Step(3, Action.FREE)
 
 
 def test_a_class_is_evicted_down_to_its_floor_and_no_further() -> None:
@@ -76,6 +77,7 @@ usages = st.lists(
         alive_bytes=st.integers(0, 1000),
         pinned_bytes=st.integers(0, 1000),
         promise_until_s=st.integers(0, 100),
+        begun=st.integers(1, 99),
         busy=st.booleans(),
     ).map(lambda usage: replace(usage, pinned_bytes=min(usage.pinned_bytes, usage.alive_bytes))),
     max_size=12,
@@ -85,7 +87,7 @@ usages = st.lists(
 
 @given(usages)
 def test_no_choice_breaks_a_protection(found: list[SegmentUsage]) -> None:
-    """Never a busy one, never living blocks below a floor, never a drop of something pinned, never a move of the most."""
+    """Never a busy one, never living blocks below a floor, never a drop of a pin, never a move of the most."""
     step = choose_victim(found, RULES)
     if step is None:
         return
