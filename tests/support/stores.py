@@ -17,6 +17,7 @@ from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
 from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
+from kvstore.traffic import ClassRules
 
 CAPACITY_BYTES = 32 * limits.MIB
 STATE_POOL_BYTES = 4 * limits.MIB
@@ -36,25 +37,33 @@ def open_memory(clock: ManualClock) -> MemoryStore:
     return MemoryStore(clock, TEST_RULES, capacity_bytes=CAPACITY_BYTES, state_pool_bytes=STATE_POOL_BYTES)
 
 
-def open_node(data: Path, clock: ManualClock, capacity_bytes: int = CAPACITY_BYTES) -> Node:
+def open_node(
+    data: Path, clock: ManualClock, capacity_bytes: int = CAPACITY_BYTES, rules: ClassRules = TEST_RULES
+) -> Node:
     config = NodeConfig(
         directories=(data,),
         capacity_bytes=capacity_bytes,
         segment_bytes=limits.MIB,
         state_pool_bytes=STATE_POOL_BYTES,
     )
-    return Node.open(config, clock, TEST_RULES)
+    return Node.open(config, clock, rules)
 
 
 @contextmanager
 def served(
-    backend: Any, folder: Path, *, token: str = "", admission: Admission | None = None, **settings: Any
+    backend: Any,
+    folder: Path,
+    *,
+    token: str = "",
+    admission: Admission | None = None,
+    metrics: ServerMetrics | None = None,
+    **settings: Any,
 ) -> Iterator[Server]:
     """A data plane over a backend, on a Unix socket and a free TCP port of loopback."""
     config = ServerConfig(
         name="test", tcp=("127.0.0.1", 0), unix_path=folder / "store.sock", token=token.encode(), **settings
     )
-    server = Server.start(config, backend, ServerMetrics(), admission)
+    server = Server.start(config, backend, metrics or ServerMetrics(), admission)
     try:
         yield server
     finally:

@@ -19,12 +19,13 @@ import pytest
 from kvstore import limits, wire
 from kvstore.client import StoreClient
 from kvstore.daemon.admission import Admission
+from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.server import Server
 from kvstore.errors import Overloaded, StoreError, Unauthorized, Unavailable, VersionMismatch
 from kvstore.keys import KEY_ALGORITHM
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
-from kvstore.testing import ManualClock, MemoryStore
-from kvstore.traffic import AGENT
+from kvstore.testing import DAY_S, ManualClock, MemoryStore
+from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
 from tests.support.stores import client_of, open_memory, open_node, served, short_dir
 
@@ -499,6 +500,83 @@ def test_flipped_bits_are_found_reported_and_quarantined(folder: Path, backend: 
         stats = client.stats()
         assert stats["quarantined"] == 1
         assert stats["client"]["corrupt"] == 1
+
+
+def test_a_flipped_bit_on_disk_never_reaches_a_client_as_ok(folder: Path) -> None:
+    """Sent from the file without being read by the daemon: the client finds it, the node looks, and quarantines."""
+    with ExitStack() as stack:
+        node = open_node(folder / "data", ManualClock())
+        stack.callback(node.close)
+        server = stack.enter_context(served(node, folder))
+        client = stack.enter_context(client_of(server.addresses[0]))
+        space = client.register_space(a_space())
+        chain = a_chain(space, 8)
+        payloads = [os.urandom(3000) for _ in chain.names]
+        blocks = [BlockPut(name, BLOCK_TOKENS, data) for name, data in zip(chain.names, payloads, strict=True)]
+        client.put(space, blocks, traffic_class=AGENT)
+        spoil(folder / "data" / "segments", payloads[4])
+        buffers = [bytearray(b"\xa5" * 3000) for _ in chain.names]
+        statuses = client.get_into(space, chain.names, buffers)
+        assert statuses == [GetStatus.OK] * 4 + [GetStatus.CORRUPT] + [GetStatus.OK] * 3
+        assert [bytes(buffer) for buffer in buffers[:4]] == payloads[:4]
+        assert buffers[4] == bytes(3000)
+        assert client.lookup(space, chain.names).presence[4] == Presence.QUARANTINED
+        assert client.get_into(space, chain.names, buffers)[4] == GetStatus.MISS
+        assert client.stats()["quarantined"] == 1
+        assert client.put(space, blocks, traffic_class=AGENT)[4] == PutOutcome.STORED
+        assert client.get_into(space, chain.names, buffers) == [GetStatus.OK] * 8
+
+
+def spoil(segments: Path, payload: bytes) -> None:
+    """Flip one bit in the middle of a payload, wherever it lies on disk."""
+    for path in segments.iterdir():
+        at = path.read_bytes().find(payload)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + len(payload) // 2)
+                file.write(bytes([payload[len(payload) // 2] ^ 1]))
+            return
+    raise AssertionError("the payload lies in no segment")
+
+
+def test_compressed_blocks_come_back_over_the_wire(folder: Path) -> None:
+    """A class with a codec is stored smaller and served verified; without memory for it, a block is not served now."""
+    packed = ClassRule(CHAT, "chat", 7 * DAY_S, codec="zstd")
+    with ExitStack() as stack:
+        node = open_node(folder / "data", ManualClock(), rules=ClassRules((packed,)))
+        stack.callback(node.close)
+        admission = Admission(budget_bytes=100_000, buffer_bytes=50_000)
+        server = stack.enter_context(served(node, folder, admission=admission))
+        client = stack.enter_context(client_of(server.addresses[1]))
+        space = client.register_space(a_space())
+        chain = a_chain(space, 10)
+        put_chain(client, chain, CHAT, payload_bytes=20_000)
+        assert all(info.stored_bytes < info.payload_bytes / 2 for info in client.scan()[0])
+        for name in chain.names:
+            buffer = bytearray(20_000)
+            assert client.get_into(space, [name], [buffer]) == [GetStatus.OK]
+            assert buffer == name.key[:1] * 20_000
+        buffers = [bytearray(20_000) for _ in chain.names]
+        statuses = client.get_into(space, chain.names, buffers)
+        assert statuses == [GetStatus.OK] * 5 + [GetStatus.UNREACHABLE] * 5
+        assert admission.lent_bytes == 0
+
+
+def test_a_prefix_costs_two_round_trips(folder: Path, backend: MemoryStore) -> None:
+    """However long the prompt: one lookup, one get."""
+    metrics = ServerMetrics()
+    with served(backend, folder, metrics=metrics) as server, client_of(server.addresses[1]) as client:
+        space = client.register_space(a_space())
+        chain = a_chain(space, 500)
+        put_chain(client, chain, AGENT)
+        assert client.lookup(space, chain.names, states=True).prefix_blocks() == 500
+        buffers = [bytearray(1000) for _ in chain.names]
+        assert client.get_into(space, chain.names, buffers) == [GetStatus.OK] * 500
+        counts = [
+            metrics.registry.get_sample_value("reprise_store_requests_total", {"opcode": opcode})
+            for opcode in ("lookup", "get", "put")
+        ]
+        assert counts == [1, 1, 1]
 
 
 def test_a_client_cannot_make_the_daemon_drop_a_good_block(folder: Path) -> None:
