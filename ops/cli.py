@@ -90,13 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reprise: there is no command {given[0]!r}.\n\n{usage()}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        app = entry.load()
+        # Loading needs no extra for some commands: torch is first met when a worker really starts.
+        entry.load()(args=given[1:], prog_name=f"reprise {given[0]}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in OPTIONAL_PACKAGES:
             raise
         print(missing_extra(given[0], entry.extra or "all", error.name or ""), file=sys.stderr)
         return EXIT_NOT_INSTALLED
-    app(args=given[1:], prog_name=f"reprise {given[0]}")
     return 0
 
 

@@ -102,7 +102,7 @@ OPTIONS = sorted({pair for text in TEXTS for pair in options_in(text)})
 
 def test_options_of_the_documents_exist() -> None:
     """Each option that a document uses is in the help of its command."""
-    missing = [f"reprise {' '.join(words)} {option}" for words, option in OPTIONS if option not in help_of(words).stdout]
+    missing = [(*words, option) for words, option in OPTIONS if option not in help_of(words).stdout]
     assert not missing
 
 
