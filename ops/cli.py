@@ -11,20 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 EXIT_USAGE = 2
 EXIT_NOT_INSTALLED = 3
+
+HELP = frozenset({"-h", "--help"})
 
 App = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """One entry: its help line, the extra that it needs, and how its typer app is loaded."""
+    """One entry: its help line, how its typer app is loaded, and the extra that brings the modules that it needs.
+
+    Help is given without them; they are looked for, not imported.
+    """
 
     summary: str
-    extra: str | None
     load: Callable[[], App]
+    extra: str = ""
+    needs: tuple[str, ...] = ()
 
 
 def _typer_app(module: str, name: str = "app") -> Callable[[], App]:
@@ -42,19 +49,22 @@ def _store_app() -> App:
     return app
 
 
-SUBCOMMANDS: dict[str, Subcommand] = {
-    "up": Subcommand("Run a store node, workers and the gateway on this machine.", "all", _typer_app("ops.up")),
-    "store": Subcommand("Serve, inspect, check and explain a block store.", None, _store_app),
-    "worker": Subcommand("Run a prefill or decode worker.", "workers", _typer_app("workers.cli")),
-    "gateway": Subcommand("Run the OpenAI-compatible gateway.", "gateway", _typer_app("gateway.cli")),
-    "retention": Subcommand("Show and steer what is kept, and for how long.", None, _typer_app("retention.cli")),
-    "bench": Subcommand("Measure restore fidelity and kernels.", "workers", _typer_app("ops.bench.cli")),
-}
+WORKER_NEEDS = ("torch", "transformers", "safetensors")
+GATEWAY_NEEDS = ("transformers", "jinja2")
 
-OPTIONAL_PACKAGES = frozenset(
-    {"torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "accelerate", "jinja2"}
-)
-"""Top-level modules that an extra brings; any other missing module is a bug and keeps its traceback."""
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "up": Subcommand(
+        "Run a store node, workers and the gateway on this machine.",
+        _typer_app("ops.up"),
+        "all",
+        (*WORKER_NEEDS, *GATEWAY_NEEDS),
+    ),
+    "store": Subcommand("Serve, inspect, check and explain a block store.", _store_app),
+    "worker": Subcommand("Run a prefill or decode worker.", _typer_app("workers.cli"), "workers", WORKER_NEEDS),
+    "gateway": Subcommand("Run the OpenAI-compatible gateway.", _typer_app("gateway.cli"), "gateway", GATEWAY_NEEDS),
+    "retention": Subcommand("Show and steer what is kept, and for how long.", _typer_app("retention.cli")),
+    "bench": Subcommand("Measure restore fidelity and kernels.", _typer_app("ops.bench.cli"), "workers", WORKER_NEEDS),
+}
 
 
 def installed_version() -> str:
@@ -79,7 +89,7 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Dispatch; returns the exit status (a subcommand exits with its own)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
+    if not given or given[0] in HELP:
         print(usage())
         return 0
     if given[0] == "--version":
@@ -89,20 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if entry is None:
         print(f"reprise: there is no command {given[0]!r}.\n\n{usage()}", file=sys.stderr)
         return EXIT_USAGE
-    try:
-        # Loading needs no extra for some commands: torch is first met when a worker really starts.
-        entry.load()(args=given[1:], prog_name=f"reprise {given[0]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in OPTIONAL_PACKAGES:
-            raise
-        print(missing_extra(given[0], entry.extra or "all", error.name or ""), file=sys.stderr)
+    rest = given[1:]
+    missing = [name for name in entry.needs if find_spec(name) is None]
+    if missing and not HELP.intersection(rest):
+        install = f"pip install 'reprise-kv[{entry.extra}]'"
+        print(f"reprise {given[0]} needs {', '.join(missing)}, not installed here: {install}", file=sys.stderr)
         return EXIT_NOT_INSTALLED
+    entry.load()(args=rest, prog_name=f"reprise {given[0]}")
     return 0
-
-
-def missing_extra(command: str, extra: str, module: str) -> str:
-    """What to install when a subcommand's optional packages are absent."""
-    return f"reprise {command} needs {module}, which is not installed here: pip install 'reprise-kv[{extra}]'"
 
 
 if __name__ == "__main__":
