@@ -1,0 +1,149 @@
+"""What a start makes of segments and index that do not agree."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvstore.daemon.fsck import check
+from kvstore.daemon.segment import FIRST_RECORD
+from kvstore.errors import VolumeFormat, VolumeInUse
+from kvstore.limits import MIB
+from kvstore.store import GetStatus, Presence
+from kvstore.testing import ManualClock
+from kvstore.traffic import AGENT
+from tests.support.nodes import open_node, payload_of, puts_of, read
+from tests.support.spaces import a_chain, a_space
+
+SIZE = 20_000
+RECORD = -(-(256 + SIZE) // 4096) * 4096
+
+
+def prepared(path: Path, blocks: int = 10) -> tuple[ManualClock, bytes, list]:  # type: ignore[type-arg]
+    """A store with one chain, abandoned as by kill -9."""
+    clock = ManualClock()
+    node = open_node(path, clock)
+    space = node.register_space(a_space())
+    names = list(a_chain(space, blocks).names)
+    node.put(space, puts_of(names, SIZE), traffic_class=AGENT)
+    node.abandon()
+    return clock, space, names
+
+
+def presence(path: Path, clock: ManualClock, space: bytes, names: list) -> list[int]:  # type: ignore[type-arg]
+    node = open_node(path, clock)
+    found = node.lookup(space, names).presence.tolist()  # type: ignore[arg-type]
+    for name, reason in zip(names, found, strict=True):
+        if reason == Presence.PRESENT:
+            assert read(node, space, name, SIZE) == (GetStatus.OK, payload_of(name, SIZE))  # type: ignore[arg-type]
+    node.abandon()
+    return found
+
+
+def test_records_beyond_the_index_are_adopted(tmp_path: Path) -> None:
+    """The index as it was before the last put: what was put since is found in the segments."""
+    clock, space, names = prepared(tmp_path, 4)
+    shutil.copytree(tmp_path / "volume-0" / "index", tmp_path / "old")
+    node = open_node(tmp_path, clock)
+    more = list(a_chain(space, 9).names)[4:]  # type: ignore[arg-type]
+    node.put(space, puts_of(more, SIZE), traffic_class=AGENT)  # type: ignore[arg-type]
+    node.abandon()
+    shutil.rmtree(tmp_path / "volume-0" / "index")
+    shutil.copytree(tmp_path / "old", tmp_path / "volume-0" / "index")
+    assert check(tmp_path / "volume-0").adoptable_records == 5
+    assert presence(tmp_path, clock, space, [*names, *more]) == [Presence.PRESENT] * 9
+
+
+def test_a_truncated_last_record_is_the_only_loss(tmp_path: Path) -> None:
+    """Without an index the file ends in the middle of the last record: the others are all there."""
+    clock, space, names = prepared(tmp_path, 5)
+    path = tmp_path / "volume-0" / "segments" / "00000001.seg"
+    whole = path.read_bytes()
+    for kept in (0, 1, 255, 256, 257, SIZE // 2, 255 + SIZE):
+        shutil.rmtree(tmp_path / "volume-0" / "index", ignore_errors=True)
+        path.write_bytes(whole[: FIRST_RECORD + 4 * RECORD + kept])
+        found = presence(tmp_path, clock, space, names)
+        assert found[:4] == [Presence.PRESENT] * 4, kept
+        assert found[4] != Presence.PRESENT, kept
+
+
+def test_index_entries_of_a_recycled_segment_are_dropped(tmp_path: Path) -> None:
+    """A crash between recycling a segment and telling the index: its blocks are misses, and say evicted."""
+    clock, space, names = prepared(tmp_path)
+    shutil.copytree(tmp_path / "volume-0" / "index", tmp_path / "old")
+    node = open_node(tmp_path, clock)
+    node.delete(space, [name.key for name in names])  # type: ignore[arg-type]
+    node.sweep(apply=True)
+    node.abandon()
+    shutil.rmtree(tmp_path / "volume-0" / "index")
+    shutil.copytree(tmp_path / "old", tmp_path / "volume-0" / "index")
+    assert check(tmp_path / "volume-0").clean
+    assert presence(tmp_path, clock, space, names) == [Presence.EVICTED] * 10
+
+
+def test_a_damaged_segment_header_costs_its_blocks_and_no_more(tmp_path: Path) -> None:
+    """The records cannot be trusted without their generation: misses, quarantined, and the store goes on."""
+    clock, space, names = prepared(tmp_path, 60)
+    path = tmp_path / "volume-0" / "segments" / "00000001.seg"
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    report = check(tmp_path / "volume-0")
+    assert report.findings_by_kind["segment-damaged"] == 1
+    found = presence(tmp_path, clock, space, names)
+    lost = MIB // RECORD
+    assert found == [Presence.QUARANTINED] * lost + [Presence.PRESENT] * (60 - lost)
+
+
+def test_a_foreign_segment_file_is_not_believed(tmp_path: Path) -> None:
+    """A segment copied under another number, or from another store, serves nothing."""
+    clock, space, names = prepared(tmp_path)
+    segments = tmp_path / "volume-0" / "segments"
+    shutil.copy(segments / "00000001.seg", segments / "00000007.seg")
+    (segments / "notes.txt").write_text("not ours")
+    assert check(tmp_path / "volume-0").findings_by_kind == {"segment-damaged": 1}
+    assert presence(tmp_path, clock, space, names) == [Presence.PRESENT] * 10
+    assert (segments / "notes.txt").exists()
+
+
+def test_fsck_finds_and_repairs(tmp_path: Path) -> None:
+    """A flipped payload bit, a broken header and a lost index entry are each named; after the repair all is clean."""
+    clock, space, names = prepared(tmp_path)
+    path = tmp_path / "volume-0" / "segments" / "00000001.seg"
+    data = bytearray(path.read_bytes())
+    data[FIRST_RECORD + 300] ^= 1
+    data[FIRST_RECORD + 3 * RECORD + 8] ^= 1
+    path.write_bytes(data)
+    before = {item: item.read_bytes() for item in tmp_path.rglob("*") if item.is_file() and item.name != "LOCK"}
+    report = check(tmp_path / "volume-0")
+    assert report.findings_by_kind == {"record-damaged": 1, "records-damaged": 1, "entry-without-record": 1}
+    assert not report.clean
+    assert {item: item.read_bytes() for item in before} == before, "a check writes nothing"
+    assert "record-damaged" in report.to_text()
+    repaired = check(tmp_path / "volume-0", repair=True)
+    assert repaired.repaired
+    assert check(tmp_path / "volume-0").clean
+    found = presence(tmp_path, clock, space, names)
+    assert [place for place, reason in enumerate(found) if reason != Presence.PRESENT] == [0, 3]
+
+
+def test_fsck_names_a_spoiled_catalog_and_index(tmp_path: Path) -> None:
+    clock, space, names = prepared(tmp_path)
+    (tmp_path / "volume-0" / "catalog.json").write_text("{}")
+    (tmp_path / "volume-0" / "index" / "CURRENT").write_text("nonsense")
+    report = check(tmp_path / "volume-0", repair=True)
+    assert report.findings_by_kind == {"catalog-damaged": 1, "index-damaged": 1}
+    assert (tmp_path / "volume-0" / "catalog.json.damaged").exists()
+    assert check(tmp_path / "volume-0").clean
+    assert presence(tmp_path, clock, space, names) == [Presence.PRESENT] * 10
+
+
+def test_fsck_refuses_what_it_must_not_touch(tmp_path: Path) -> None:
+    with pytest.raises(VolumeFormat):
+        check(tmp_path)
+    node = open_node(tmp_path, ManualClock())
+    with pytest.raises(VolumeInUse):
+        check(tmp_path / "volume-0")
+    node.close()
