@@ -57,7 +57,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "Run a store node, workers and the gateway on this machine.",
         _typer_app("ops.up"),
         "all",
-        (*WORKER_NEEDS, *GATEWAY_NEEDS),
+        (*WORKER_NEEDS, "jinja2"),
     ),
     "store": Subcommand("Serve, inspect, check and explain a block store.", _store_app),
     "worker": Subcommand("Run a prefill or decode worker.", _typer_app("workers.cli"), "workers", WORKER_NEEDS),

@@ -73,9 +73,9 @@ def table(rows: Sequence[Row]) -> Table:
         box=SIMPLE,
         padding=(0, 1),
     )
-    heads = ("round", "turn", "prompt", "hit", "miss", "replayed", "way", "", "TTFT s", "tok/s")
-    heads += ("off: TTFT s", "off: tok/s", "answers")
-    for head in heads:
+    counts = ("turn", "prompt", "hit", "miss", "replayed")
+    times = ("TTFT s", "tok/s", "off: TTFT s", "off: tok/s")
+    for head in ("round", *counts, "way", "", *times, "answers"):
         result.add_column(head, justify="left" if head in ("round", "way", "", "answers") else "right", no_wrap=True)
     before = ""
     for row in rows:
