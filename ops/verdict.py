@@ -71,10 +71,10 @@ def table(rows: Sequence[Row]) -> Table:
         title="The same conversation with the cache and without; times as the client sees them",
         caption="With the cache off the decode worker computes the prompt again too: only the store hands state over.",
         box=SIMPLE,
-        padding=(0, 1),
+        padding=0,
     )
     counts = ("turn", "prompt", "hit", "miss", "replayed")
-    times = ("TTFT s", "tok/s", "off: TTFT s", "off: tok/s")
+    times = ("TTFT s", "tok/s", "off: TTFT", "off: tok/s")
     for head in ("round", *counts, "way", "", *times, "answers"):
         result.add_column(head, justify="left" if head in ("round", "way", "", "answers") else "right", no_wrap=True)
     before = ""
