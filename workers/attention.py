@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kernels.attention import attend
 from workers.batch import Slice
+from workers.geometry import UnsupportedModel
 
 NAME = "reprise_slots"
 """Name of the attention function in transformers' registry. No mask is registered under it, so models build none."""
@@ -117,7 +118,10 @@ def slot_attention(
     Shapes: query [1, heads, rows, dim]; key and value are the layer's whole slots [slots, heads, dim], as the cache
     layers hand them out; the result is [1, rows, heads, dim].
     """
-    assert plans is not None and attention_mask is None, "this attention runs inside Model.forward only"
+    if plans is None or attention_mask is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} brings a mask of its own, or does not hand keyword arguments to its attention"
+        )
     spans = plans[int(module.layer_idx)].spans  # type: ignore[arg-type]
     heads, rows, dim = query.shape[1:]
     out_RHD = query.new_empty(rows, heads, dim)

@@ -153,6 +153,8 @@ def _layer_types(config: Any) -> Sequence[str]:
 
 def _refuse_unsupported(config: Any) -> None:
     """Name what else would make stored KV wrong."""
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModel("layers of different head counts or dims within one model are not supported")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModel("layers that share another layer's KV are not supported")
     if getattr(config, "use_bidirectional_attention", False):

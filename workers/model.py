@@ -64,7 +64,7 @@ class Model:
             torch.set_num_threads(threads)
         register()
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = _read_config(directory)
         geometry = Geometry.from_config(config, dtype)
         digest = weights_digest(directory)
         network: Any = AutoModelForCausalLM.from_pretrained(
@@ -212,7 +212,11 @@ class Model:
         tokens = [(7919 * step + 1) % self.vocabulary for step in range(CHECK_TOKENS)]
         slots = Slots(1, CHECK_TOKENS)
         item = Slice(tokens, 0, slots.allocate(CHECK_TOKENS), logits="all")
-        got = self.forward(KvMemory(self.geometry, slots, self.geometry.dtype, str(self._device)), [item])
+        memory = KvMemory(self.geometry, slots, self.geometry.dtype, str(self._device))
+        try:
+            got = self.forward(memory, [item])
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise UnsupportedModel(f"{type(self._network).__name__} does not run over slots: {error}") from error
         self._network.set_attn_implementation("eager")
         try:
             ids = torch.tensor([tokens], dtype=torch.long, device=self._device)
@@ -309,6 +313,13 @@ def _logit_rows(slices: Sequence[Slice]) -> list[int]:
     return rows
 
 
+def _read_config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"the config of {directory} cannot be read: {error}") from error
+
+
 def _cache_argument(network: Any) -> str:
     """transformers 5.24 renamed ``past_key_values`` to ``cache``; ask the model which one it takes."""
     return "cache" if "cache" in inspect.signature(type(network).forward).parameters else "past_key_values"
@@ -330,7 +341,7 @@ def _facts(network: Any, geometry: Geometry, digest: bytes) -> ModelFacts:
 
 
 def _check_projections(network: Any, geometry: Geometry) -> None:
-    """The network's own projections must agree with the geometry. Raises UnsupportedModel."""
+    """Separate projections must have the geometry's widths (fused ones are caught by the forward). UnsupportedModel."""
     widths = {
         int(module.layer_idx): (module.k_proj.out_features, module.v_proj.out_features)
         for module in network.get_decoder().modules()
@@ -339,7 +350,6 @@ def _check_projections(network: Any, geometry: Geometry) -> None:
     for group in geometry.groups:
         width = group.kv_heads * group.head_dim
         for layer in group.layers:
-            if widths.get(layer) != (width, width):
-                raise UnsupportedModel(
-                    f"layer {layer} projects keys and values to {widths.get(layer)}, the config says {width} each"
-                )
+            found = widths.get(layer, (width, width))
+            if found != (width, width):
+                raise UnsupportedModel(f"layer {layer} projects keys and values to {found}, not to {width} each")

@@ -6,11 +6,12 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.attention import attend
 from tests.support.checkpoints import MAKERS, checkpoint
@@ -393,3 +394,60 @@ def test_attention_that_is_not_understood_is_refused_at_load(
         model(kind, dtype).check_attention()
     monkeypatch.undo()
     model(kind, dtype).check_attention()
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+
+
+def random_model(family: str, directory: Path, **changes: Any) -> Model:
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **changes}))
+    network.save_pretrained(directory)
+    return Model.load(directory, "float64")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "mixtral", "olmo3", "cohere2"])
+def test_other_families_load_and_replay_exactly(family: str, tmp_path: Path) -> None:
+    """Norms on queries, fused projections, experts, layers without rope: loading compares with eager, replay is exact."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    hybrid = (
+        {"layer_types": kinds, "sliding_window": 12} if family in ("olmo3", "cohere2") else {"sliding_window": None}
+    )
+    loaded, tokens = random_model(family, tmp_path, **hybrid), [(31 * step) % 200 for step in range(60)]
+    slots = Slots(8, 16)
+    memory, cold, warm = KvMemory(loaded.geometry, slots, "float64"), slots.allocate(60), slots.allocate(60)
+    loaded.forward(memory, [Slice(tokens[:48], 0, cold, logits="none")])
+    wanted = loaded.forward(memory, [Slice(tokens[48:], 48, cold, logits="all")])
+    payload = bytearray(loaded.geometry.block_payload_bytes(16))
+    for index in range(3):
+        memory.export_block(cold, index, memoryview(payload))
+        memory.import_block(warm, index, memoryview(payload))
+    floor = loaded.triangular_replay(memory, tokens, warm, 48)
+    got = loaded.forward(memory, [Slice(tokens[48:], 48, warm, window_floor=floor, logits="all")])
+    assert (got - wanted).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("gpt2", "does not run over slots"), ("stablelm", "mask of its own"), ("opt", "projects"), ("mamba", "linear")],
+)
+def test_families_of_another_build_are_refused_with_the_reason(family: str, message: str, tmp_path: Path) -> None:
+    """Nothing is served that was not shown to compute what transformers computes."""
+    with pytest.raises(UnsupportedModel, match=message):
+        random_model(family, tmp_path)
+
+
+def test_a_broken_config_is_refused(tmp_path: Path) -> None:
+    """A directory whose config names no known model."""
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        Model.load(tmp_path)

@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import checkpoint
 from workers import weights
@@ -173,3 +175,15 @@ def test_a_conversion_that_hangs_elsewhere_is_not_waited_for_without_end(
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ModelUnavailable, match=r"is it hung\? \(lock: "):
             resolve_model("m", tmp_path)
+
+
+def test_a_converted_model_carries_no_mark_of_its_gguf(tmp_path: Path) -> None:
+    """Saved as plain bf16: a config that still said gguf would be unpacked again at every load."""
+    network = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    network.config.quantization_config = {"quant_method": "gguf"}
+    network.hf_quantizer = object()
+    weights._save_bf16(network, tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype="auto").dtype == torch.bfloat16
