@@ -22,6 +22,8 @@ from workers.config import ConfigError, WorkerConfig, load_config, read_token, s
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 EXIT_CONFIG, EXIT_MODEL = 2, 3
+CLOSE_S = 3.0
+"""After the drain: the engine, and what is still queued for the store, get this long each."""
 
 
 @app.command(help="Run a prefill or decode worker beside a store.")
@@ -47,7 +49,7 @@ def worker(
     lookup_deadline: Annotated[str | None, typer.Option(help="Longest wait for a lookup. [250ms]")] = None,
     load_deadline: Annotated[str | None, typer.Option(help="Longest wait for a load. [5s]")] = None,
     settle_deadline: Annotated[str | None, typer.Option(help="Longest wait for acknowledgements. [2s]")] = None,
-    drain: Annotated[str | None, typer.Option(help="SIGTERM: time for requests in flight. [15s]")] = None,
+    drain: Annotated[str | None, typer.Option(help="SIGTERM: time for requests in flight. [12s]")] = None,
     epoch: Annotated[int | None, typer.Option(help="Raise it to leave all stored KV of the model behind. [0]")] = None,
     model_cache: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="Secret that clients must show.")] = None,
@@ -102,7 +104,7 @@ def run(config: WorkerConfig, *, token: str | None, store_token: str | None) -> 
     try:
         serve(running, listener, token=token, drain_s=config.drain_s)
     finally:
-        running.close()
+        running.close(CLOSE_S)
     _say("worker_stopped", role=config.role)
     return 1 if running.broken else 0
 

@@ -55,7 +55,7 @@ class WorkerConfig:
     lookup_deadline_s: float = 0.25
     load_deadline_s: float = 5.0
     settle_deadline_s: float = 2.0
-    drain_s: float = 15.0
+    drain_s: float = 12.0
     access_log_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
