@@ -50,13 +50,14 @@ class Call:
 class Circuit:
     """Whether a node is worth asking: open after a failure, for a time that doubles while it keeps failing."""
 
-    __slots__ = ("_backoff_s", "_lock", "_monotonic", "_retry_at_s", "reason")
+    __slots__ = ("_backoff_s", "_lock", "_monotonic", "_retry_at_s", "_trying", "reason")
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._backoff_s = 0.0
         self._retry_at_s = 0.0
+        self._trying = False
         self.reason = ""
 
     def admit(self) -> bool:
@@ -68,18 +69,24 @@ class Circuit:
             if now_s < self._retry_at_s:
                 return False
             self._retry_at_s = now_s + self._backoff_s
+            self._trying = True
             return True
 
     def failed(self, reason: str) -> None:
+        """An exchange failed. Of many that were under way when the node went down, only the first counts."""
         with self._lock:
+            if self._backoff_s and not self._trying:
+                return
             self._backoff_s = min(max(2 * self._backoff_s, BACKOFF_S_MIN), BACKOFF_S_MAX)
             self._retry_at_s = self._monotonic() + self._backoff_s
+            self._trying = False
             self.reason = reason
 
     def succeeded(self) -> None:
         if self._backoff_s:
             with self._lock:
                 self._backoff_s = 0.0
+                self._trying = False
                 self.reason = ""
 
     @property
@@ -157,6 +164,9 @@ class NodeLink:
             if not call.bulk and self._monotonic() - began_s >= LATE_S_MIN:
                 self.circuit.failed(f"no answer in {self._monotonic() - began_s:.2f} s")
             raise DeadlineExceeded(f"node {self.name} did not answer {call.opcode.name} in time") from error
+        except (StoreError, ValueError):
+            self.circuit.succeeded()  # the node lives: it answered, if only with an error
+            raise
         self.circuit.succeeded()
         return answer
 

@@ -33,6 +33,17 @@ def test_a_failing_node_is_skipped_for_longer_and_longer() -> None:
     assert waits[-1] == BACKOFF_S_MAX
 
 
+def test_failures_of_one_moment_count_once() -> None:
+    """Sixteen exchanges under way when a node dies cost one second of skipping, not thirty."""
+    clock = Monotonic()
+    circuit = Circuit(clock)
+    assert all(circuit.admit() for _ in range(16))
+    for _ in range(16):
+        circuit.failed("reset")
+    clock.at_s += 1
+    assert circuit.admit()
+
+
 def test_one_success_closes_the_circuit() -> None:
     clock = Monotonic()
     circuit = Circuit(clock)
