@@ -67,6 +67,7 @@ from kvstore.store import (
     StateEntry,
 )
 from kvstore.traffic import CLASS_MAX, ClassRules, TrafficClass
+from kvstore.wire import keys_of, token_digests_of
 
 SPACES_IN_STATS = 256
 """Spaces that stats list by themselves; the smaller ones are summed up as ``other``."""
@@ -187,8 +188,8 @@ class Node:
         self._check_open()
         _check_count(names, LOOKUP_KEYS_MAX, "a lookup", "keys")
         now_s = self._clock.now_s()
-        keys = [name.key for name in names]
-        digests = digest_words([name.token_digest for name in names])
+        keys = keys_of(names)
+        digests = digest_words(token_digests_of(names))
         presence, flags, sizes = self._shards[0].presence_of(space_id, keys, digests, now_s)
         for shard in self._shards[1:]:
             other, other_flags, other_sizes = shard.presence_of(space_id, keys, digests, now_s)
