@@ -65,7 +65,8 @@ def test_what_was_put_comes_back(store: Any, space: SpaceId) -> None:
     chain = a_chain(space, 40)
     assert put(store, chain) == [PutOutcome.STORED] * 40
     answer = store.lookup(space, chain.names)
-    assert answer.prefix_blocks() == 40 and answer.complete
+    assert answer.prefix_blocks() == 40
+    assert answer.complete
     assert set(answer.payload_bytes.tolist()) == {SIZE}
     statuses, buffers = get(store, space, chain.names)
     assert statuses == [GetStatus.OK] * 40
@@ -87,7 +88,8 @@ def test_wrong_size_is_said_and_nothing_written(store: Any, space: SpaceId) -> N
     chain = a_chain(space, 1)
     put(store, chain)
     statuses, buffers = get(store, space, chain.names, SIZE - 1)
-    assert statuses == [GetStatus.WRONG_SIZE] and buffers[0] == b"\xa5" * (SIZE - 1)
+    assert statuses == [GetStatus.WRONG_SIZE]
+    assert buffers[0] == b"\xa5" * (SIZE - 1)
 
 
 def test_second_put_is_a_touch(store: Any, space: SpaceId) -> None:
@@ -103,7 +105,8 @@ def test_exact_replaces_approximate_and_not_the_other_way(store: Any, space: Spa
     chain = a_chain(space, 2)
     assert put(store, chain, flags=FLAG_APPROXIMATE) == [PutOutcome.STORED] * 2
     answer = store.lookup(space, chain.names)
-    assert answer.prefix_blocks() == 2 and answer.prefix_blocks(exact_only=True) == 0
+    assert answer.prefix_blocks() == 2
+    assert answer.prefix_blocks(exact_only=True) == 0
     exact = [BlockPut(name, BLOCK_TOKENS, b"e" * SIZE) for name in chain.names]
     assert store.put(space, exact, traffic_class=AGENT) == [PutOutcome.REPLACED] * 2
     assert store.lookup(space, chain.names).prefix_blocks(exact_only=True) == 2
@@ -118,7 +121,8 @@ def test_another_token_digest_is_a_miss(store: Any, space: SpaceId) -> None:
     other = replace(chain.names[0], token_digest=TokenDigest(bytes(16)))
     assert store.lookup(space, [other]).presence.tolist() == [Presence.NEVER]
     statuses, buffers = get(store, space, [other])
-    assert statuses == [GetStatus.MISS] and buffers[0] == b"\xa5" * SIZE
+    assert statuses == [GetStatus.MISS]
+    assert buffers[0] == b"\xa5" * SIZE
 
 
 def test_another_space_is_a_miss(store: Any, space: SpaceId) -> None:
@@ -279,10 +283,14 @@ def test_sweep_says_what_it_would_do_and_does_it(under_test: Subject, store: Any
     assert store.sweep(apply=False).blocks == 0
     under_test.clock.advance(5 * DAY_S)
     preview = store.sweep(apply=False)
-    assert not preview.applied and preview.blocks == 20 and preview.payload_bytes == 20 * SIZE
+    assert not preview.applied
+    assert preview.blocks == 20
+    assert preview.payload_bytes == 20 * SIZE
     assert {(item.class_byte, item.space_id) for item in preview.removed} == {(AGENT, space)}
     effect = store.sweep(apply=True)
-    assert effect.applied and effect.blocks == 20 and not effect.nodes_failed
+    assert effect.applied
+    assert effect.blocks == 20
+    assert not effect.nodes_failed
     assert store.scan()[0] == []
     assert store.sweep(apply=True).blocks == 0
 
@@ -323,7 +331,8 @@ def test_a_deleted_block_is_gone_at_once(store: Any, space: SpaceId) -> None:
     assert store.delete(space, [chain.names[3].key, chain.names[3].key]) == 1
     assert get(store, space, chain.names)[0][3] == GetStatus.MISS
     answer = store.lookup(space, chain.names)
-    assert answer.prefix_blocks() == 3 and answer.presence[3] == Presence.PURGED
+    assert answer.prefix_blocks() == 3
+    assert answer.presence[3] == Presence.PURGED
     assert store.delete(space, [chain.names[3].key]) == 0
 
 
@@ -407,7 +416,8 @@ def test_scan_pages_cover_every_block_once(store: Any, space: SpaceId) -> None:
     info = next(info for info in seen if info.key == mine.names[3].key)
     assert (info.space_id, info.parent, info.index) == (space, mine.names[2].key, 3)
     assert (info.tokens, info.payload_bytes, info.flags, info.pinned) == (BLOCK_TOKENS, SIZE, 0, False)
-    assert info.keep_until_s == info.written_s + 7 * DAY_S and set(info.touches) == {CHAT}
+    assert info.keep_until_s == info.written_s + 7 * DAY_S
+    assert set(info.touches) == {CHAT}
 
 
 def test_spaces_are_told_as_registered(store: Any, space: SpaceId) -> None:
@@ -426,11 +436,15 @@ def test_policy_changes_by_compare_and_set(under_test: Subject, store: Any, spac
     before = store.policy()
     shrunk = ClassRules((ClassRule(AGENT, "agent", DAY_S), ClassRule(CHAT, "chat", 7 * DAY_S)))
     preview = store.set_policy(shrunk, "text", expected_version=before.version, apply=False)
-    assert not preview.applied and preview.blocks == 20
-    assert store.policy() == before and presences(store, agent) == {Presence.PRESENT}
+    assert not preview.applied
+    assert preview.blocks == 20
+    assert store.policy() == before
+    assert presences(store, agent) == {Presence.PRESENT}
     effect = store.set_policy(shrunk, "text", expected_version=before.version, apply=True)
-    assert effect.applied and effect.blocks == 20
-    assert presences(store, agent) == {Presence.EXPIRED} and presences(store, chat) == {Presence.PRESENT}
+    assert effect.applied
+    assert effect.blocks == 20
+    assert presences(store, agent) == {Presence.EXPIRED}
+    assert presences(store, chat) == {Presence.PRESENT}
     after = store.policy()
     assert (after.version, after.rules, after.text) == (before.version + 1, shrunk, "text")
     with pytest.raises(PolicyConflict):
