@@ -150,10 +150,24 @@ class Ledger:
                 return False
             self.counters.quarantined += 1
             with contextlib.suppress(OSError):
-                place.segment.mark(place.offset, Mark(MarkReason.QUARANTINED, now_s))
+                self.mark(place, Mark(MarkReason.QUARANTINED, now_s))
             self.forget({key: Presence.QUARANTINED}, now_s)
         log.error("block_quarantined segment=%d offset=%d", place.segment.number, place.offset)
         return True
+
+    def mark(self, place: Place, mark: Mark) -> None:
+        """Make the record at a place dead on disk, unless the segment has begun another life since. Raises OSError."""
+        with self.lock:
+            if place.segment.header.generation == place.generation:
+                place.segment.mark(place.offset, mark)
+
+    def mark_where_it_is(self, key: BlockKey, mark: Mark) -> None:
+        """Make the record that a key's row names now dead on disk. Raises OSError."""
+        with self.lock:
+            slot = self.presence.slot(key)
+            place = self.place(slot) if slot >= 0 else None
+            if place is not None:
+                place.segment.mark(place.offset, mark)
 
     def forget_dead(self, key: BlockKey, place: Place, mark: Mark) -> None:
         """Drop the row of a record whose mark says that it was removed (the index had lost the removal)."""

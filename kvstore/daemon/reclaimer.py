@@ -331,7 +331,7 @@ class Reclaimer:
                     if not self._ledger.is_at(key, place):
                         target.mark(fresh.offset, dead)
                         continue
-                    place.segment.mark(place.offset, dead)
+                    self._ledger.mark(place, dead)
                     entries.append((key, entry_of(fresh)))
                     pins_s[key] = int(presence.pin_until_s[presence.slot(key)])
                 self._ledger.store(entries, targets, pins_s)

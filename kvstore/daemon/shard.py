@@ -539,7 +539,7 @@ class Shard:
             if place is None:
                 continue
             try:
-                place.segment.mark(place.offset, Mark(MarkReason.PURGED, now_s))
+                self._ledger.mark(place, Mark(MarkReason.PURGED, now_s))
             except OSError as error:
                 problem = error
         return problem

@@ -60,12 +60,15 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A block to write; ``touches`` to carry over and the approximate record that it replaces, if there is one."""
+    """A block to write, the touches to carry over, and whether an approximate record is there to be replaced.
+
+    Not where that record is: making room for this very put may move or recycle it.
+    """
 
     position: int
     block: Incoming
     touches: tuple[tuple[int, int], ...]
-    replaces: Place | None
+    replaces: bool
 
 
 class Writer:
@@ -118,25 +121,25 @@ class Writer:
         slot = presence.slot(block.name.key)
         fresh = ((class_byte, now_s),)
         if slot < 0:
-            return _Planned(position, block, fresh, None)
+            return _Planned(position, block, fresh, replaces=False)
         if not presence.matches(slot, space_id, block.name.token_digest):
             return PutOutcome.REFUSED  # another prefix has this key: neither may be served for the other
         place = self._ledger.place(slot)
         if place is None or not presence.is_alive(slot, now_s):
             self._bury_expired(block.name.key, place, now_s)
-            return _Planned(position, block, fresh, None)
+            return _Planned(position, block, fresh, replaces=False)
         if place.flags & FLAG_APPROXIMATE and not block.flags & FLAG_APPROXIMATE:
             presence.touch(slot, class_byte, now_s)
             row = presence.rows[slot]
             pairs = zip(row["touch_class"], row["touch_s"], strict=True)
             touches = tuple((int(byte), int(touch_s)) for byte, touch_s in pairs if byte)
-            return _Planned(position, block, touches, place)
+            return _Planned(position, block, touches, replaces=True)
         return PutOutcome.TOUCHED
 
     def _bury_expired(self, key: BlockKey, place: Place | None, now_s: int) -> None:
         if place is not None:
             with contextlib.suppress(OSError):
-                place.segment.mark(place.offset, Mark(MarkReason.EXPIRED, now_s))
+                self._ledger.mark(place, Mark(MarkReason.EXPIRED, now_s))
         self._ledger.counters.expired += 1
         self._ledger.forget({key: Presence.EXPIRED}, now_s)
 
@@ -213,12 +216,12 @@ class Writer:
             for header, ok in zip(headers, intact, strict=True):
                 if not ok:
                     segment.mark(header.offset, Mark(MarkReason.QUARANTINED, now_s))
-            replaced = [planned.replaces for planned, _ in good if planned.replaces]
+            replaced = [header.key for planned, header in good if planned.replaces]
             if replaced:
                 segment.sync()
             with self._ledger.lock:
-                for place in replaced:
-                    place.segment.mark(place.offset, Mark(MarkReason.REPLACED, now_s))
+                for key in replaced:
+                    self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, now_s))
                 self._ledger.store([(header.key, entry_of(header)) for _, header in good], [segment], pins_s)
         except (RocksError, OSError) as error:
             self._ledger.counters.write_errors += 1

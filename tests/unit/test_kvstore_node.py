@@ -635,6 +635,22 @@ def test_an_exact_block_displaces_an_approximate_one_for_good(bench: Bench) -> N
         assert {tuple(sorted(info.touches)) for info in node.scan()[0]} == {(AGENT, CHAT)}
 
 
+def test_replacing_in_a_full_store_never_marks_a_recycled_record(bench: Bench) -> None:
+    """Room for the put is made by recycling the very segment that holds what it replaces: nothing else may die."""
+    for seed in range(30):
+        names = list(a_chain(bench.space, 64, seed=seed % 3).names)
+        for flags in (FLAG_APPROXIMATE, 0):
+            puts = [replace(put, flags=flags) for put in puts_of(names, 3 * SIZE)]
+            bench.node.put(bench.space, puts, traffic_class=(AGENT, CHAT)[seed % 2])
+            for name in names:
+                status, data = read(bench.node, bench.space, name, 3 * SIZE)
+                assert status is GetStatus.MISS or (status is GetStatus.OK and data == payload_of(name, 3 * SIZE))
+        bench.node.delete(bench.space, [name.key for name in names[::3]])
+    assert bench.node.stats()["replaced"] > 0
+    assert bench.node.stats()["corrupt"] == 0
+    assert balanced(bench.node)
+
+
 def test_threads_share_a_node(bench: Bench) -> None:
     """Writers, readers, touches, deletes and sweeps at once: every byte that is returned is right."""
     problems: list[str] = []
