@@ -387,11 +387,8 @@ class Engine:
         for sequence in self._running:
             if sequence.replay is not None:
                 began_s = self._monotonic_s()
-                floor = next(sequence.replay, None)
-                if floor is None:
+                if next(sequence.replay, None) is None:
                     sequence.replay = None
-                else:
-                    sequence.window_floor = floor
                 sequence.compute_s += self._monotonic_s() - began_s
                 return True
         return False

@@ -170,6 +170,22 @@ def test_bounded_replay_is_flagged_wherever_it_goes(store: MemoryStore) -> None:
         assert {block.flags for block in store._blocks.values()} == {0}
 
 
+def test_bounded_replay_serves_stored_global_keys(store: MemoryStore) -> None:
+    """The answer is that of a forward over exact global KV whose windows begin at the replay: what the replay computes
+    for the global layers is dropped, never put in the place of what was stored."""
+    slots = Slots(16, 16)
+    memory, table = fake_memory(HYBRID.geometry, slots), slots.allocate(200)
+    HYBRID.forward(memory, [Slice(TOKENS[:96], 0, table, logits="none")])
+    expected = HYBRID.forward(memory, [Slice(TOKENS[88:100], 88, table, write_floor=96, window_floor=88)])
+    with bench(store, chunk_tokens=24) as worker:
+        worker.prefill(TOKENS[:96])
+        forget_states(store)
+        answer = worker.prefill(TOKENS[:100])
+        assert (answer.reuse.way, answer.reuse.replayed_tokens) == ("replay", 8)
+        assert answer.tokens == expected
+        assert answer.tokens != HYBRID.expected(TOKENS[:100], 1)
+
+
 def test_cache_off_neither_reads_nor_writes(store: MemoryStore) -> None:
     """The store is not called at all, whatever it holds."""
     faulty = FaultyStore(store)
