@@ -636,17 +636,21 @@ def test_an_exact_block_displaces_an_approximate_one_for_good(bench: Bench) -> N
 
 
 def test_replacing_in_a_full_store_never_marks_a_recycled_record(bench: Bench) -> None:
-    """Room for the put is made by recycling the very segment that holds what it replaces: nothing else may die."""
-    for seed in range(30):
-        names = list(a_chain(bench.space, 64, seed=seed % 3).names)
-        for flags in (FLAG_APPROXIMATE, 0):
-            puts = [replace(put, flags=flags) for put in puts_of(names, 3 * SIZE)]
-            bench.node.put(bench.space, puts, traffic_class=(AGENT, CHAT)[seed % 2])
-            for name in names:
-                status, data = read(bench.node, bench.space, name, 3 * SIZE)
-                assert status is GetStatus.MISS or (status is GetStatus.OK and data == payload_of(name, 3 * SIZE))
-        bench.node.delete(bench.space, [name.key for name in names[::3]])
-    assert bench.node.stats()["replaced"] > 0
+    """Room for a put is made by recycling the very segment that holds what it replaces, and the put's first blocks go
+    there: none of them may die of the replacement.
+    """
+    old = a_chain(bench.space, 17, seed=0).names
+    approximate = [replace(put, flags=FLAG_APPROXIMATE) for put in puts_of(old, SIZE)]
+    bench.node.put(bench.space, approximate, traffic_class=AGENT)
+    for seed in range(1, 12):
+        bench.clock.advance(60)
+        fill(bench.node, bench.space, 17, seed=seed)
+    assert bench.node.stats()["evicted"] == 0
+    batch = [*a_chain(bench.space, 34, seed=99).names, old[0]]
+    bench.node.put(bench.space, puts_of(batch, SIZE), traffic_class=AGENT)
+    assert bench.node.stats()["evicted"] > 0
+    for name in batch:
+        assert read(bench.node, bench.space, name, SIZE) == (GetStatus.OK, payload_of(name, SIZE))
     assert bench.node.stats()["corrupt"] == 0
     assert balanced(bench.node)
 
