@@ -24,11 +24,13 @@ import numpy as np
 import xxhash
 
 from kvstore.daemon.catalog import Catalog
+from kvstore.daemon.checks import check_class, check_count, check_flags, check_pins, check_put, check_rules
 from kvstore.daemon.codec import compress
 from kvstore.daemon.files import Files
+from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.presence import FOREVER_S, digest_words
 from kvstore.daemon.record import checksum_of
-from kvstore.daemon.shard import PayloadLease, Pins, Shard
+from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.tallies import merge_effects
 from kvstore.daemon.volume import Volume, VolumeLayout, divide
@@ -37,10 +39,8 @@ from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceU
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
-    BLOCK_TOKENS_MAX,
     DEADLINE_S_DEFAULT,
     LOOKUP_KEYS_MAX,
-    NAME_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     SCAN_PAGE_MAX,
     SPACES_MAX,
@@ -49,7 +49,6 @@ from kvstore.limits import (
     STATE_TTL_S_DEFAULT,
 )
 from kvstore.store import (
-    FLAGS_KNOWN,
     AckLevel,
     BlockInfo,
     BlockPut,
@@ -66,7 +65,7 @@ from kvstore.store import (
     Sighting,
     StateEntry,
 )
-from kvstore.traffic import CLASS_MAX, ClassRules, TrafficClass
+from kvstore.traffic import ClassRules, TrafficClass
 from kvstore.wire import keys_of, token_digests_of
 
 SPACES_IN_STATS = 256
@@ -134,7 +133,7 @@ class Node:
         try:
             opened = [Volume.open(Path(path), create=True) for path in config.directories]
             layouts = [_layout(volume, config) for volume in opened]
-            _check_rules(rules, sum(layout.capacity_bytes for layout in layouts))
+            check_rules(rules, sum(layout.capacity_bytes for layout in layouts))
             initial = Policy(1, rules, policy_text) if rules is not None else None
             catalog = Catalog.open(opened[0].catalog_path, layouts[0].catalog_budget_bytes, initial)
             in_force = catalog.content.policy
@@ -186,7 +185,7 @@ class Node:
         deadline_s: float = DEADLINE_S_DEFAULT,
     ) -> Lookup:
         self._check_open()
-        _check_count(names, LOOKUP_KEYS_MAX, "a lookup", "keys")
+        check_count(names, LOOKUP_KEYS_MAX, "a lookup", "keys")
         now_s = self._clock.now_s()
         keys = keys_of(names)
         digests = digest_words(token_digests_of(names))
@@ -217,7 +216,7 @@ class Node:
         deadline_s: float = DEADLINE_S_DEFAULT,
     ) -> list[GetStatus]:
         self._check_open()
-        _check_count(names, BATCH_BLOCKS_MAX, "a get", "blocks")
+        check_count(names, BATCH_BLOCKS_MAX, "a get", "blocks")
         if len(names) != len(buffers):
             raise ValueError(f"{len(names)} names but {len(buffers)} buffers")
         end_s = time.monotonic() + deadline_s
@@ -253,7 +252,8 @@ class Node:
         """As the contract says. ``checksums``: XXH3-64 of each payload at submission; bytes that differ are ALTERED."""
         self._check_open()
         end_s = time.monotonic() + deadline_s
-        self._check_put(space_id, blocks, traffic_class, ack, checksums)
+        check_put(blocks, traffic_class, ack, checksums)
+        self._check_space(space_id)
         outcomes = [PutOutcome.REFUSED] * len(blocks)
         by_shard: dict[int, list[tuple[int, Incoming]]] = {}
         oversized = 0
@@ -290,8 +290,8 @@ class Node:
         deadline_s: float = DEADLINE_S_DEFAULT,
     ) -> int:
         self._check_open()
-        _check_count(names, LOOKUP_KEYS_MAX, "a touch", "keys")
-        _check_class(traffic_class)
+        check_count(names, LOOKUP_KEYS_MAX, "a touch", "keys")
+        check_class(traffic_class)
         now_s = int(self._clock.now_s())
         return sum(shard.touch(space_id, names, traffic_class, now_s) for shard in self._shards)
 
@@ -306,7 +306,7 @@ class Node:
     ) -> bool:
         self._check_open()
         self._check_space(space_id)
-        _check_flags(flags)
+        check_flags(flags)
         data = memoryview(payload).cast("B")
         if not 1 <= len(data) <= STATE_BYTES_MAX:
             raise ValueError(f"a state has 1..{STATE_BYTES_MAX} bytes, not {len(data)}")
@@ -355,11 +355,7 @@ class Node:
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
         self._check_open()
-        for pin in pins:
-            if len(pin.owner.encode()) > NAME_BYTES_MAX or len(pin.reason.encode()) > NAME_BYTES_MAX:
-                raise ValueError(f"owner and reason of a pin have at most {NAME_BYTES_MAX} bytes each")
-            if pin.until_s < 0:
-                raise ValueError("a pin ends at a time in seconds since the epoch, or at 0: never")
+        check_pins(pins)
         now_s = self._clock.now_s()
         with self._catalog_lock:
             found = [
@@ -399,7 +395,7 @@ class Node:
         deadline_s: float = DEADLINE_S_DEFAULT,
     ) -> Effect:
         self._check_open()
-        _check_rules(rules, self._config.capacity_bytes)
+        check_rules(rules, self._config.capacity_bytes)
         with self._catalog_lock:
             current = self._catalog.content.policy
             if expected_version != current.version:
@@ -430,7 +426,7 @@ class Node:
         self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = DEADLINE_S_DEFAULT
     ) -> list[Sighting]:
         self._check_open()
-        _check_count(names, BATCH_BLOCKS_MAX, "a sight", "blocks")
+        check_count(names, BATCH_BLOCKS_MAX, "a sight", "blocks")
         return [self._sight(space_id, name) for name in names]
 
     def stats(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> dict[str, Any]:
@@ -487,26 +483,6 @@ class Node:
     def _check_space(self, space_id: SpaceId) -> None:
         if space_id not in self._catalog.content.spaces:
             raise SpaceUnknown(f"space {space_id.hex()} was never registered here: call register_space first")
-
-    def _check_put(
-        self,
-        space_id: SpaceId,
-        blocks: Sequence[BlockPut],
-        traffic_class: TrafficClass,
-        ack: AckLevel,
-        checksums: Sequence[int] | None,
-    ) -> None:
-        _check_count(blocks, BATCH_BLOCKS_MAX, "a put", "blocks")
-        _check_class(traffic_class)
-        if ack not in ("os", "disk"):
-            raise ValueError(f"acknowledgement level {ack!r} is not one of 'os', 'disk'")
-        if checksums is not None and len(checksums) != len(blocks):
-            raise ValueError(f"{len(blocks)} blocks but {len(checksums)} checksums")
-        for block in blocks:
-            _check_flags(block.flags)
-            if not 1 <= block.tokens <= BLOCK_TOKENS_MAX:
-                raise ValueError(f"a block has 1..{BLOCK_TOKENS_MAX} tokens, not {block.tokens}")
-        self._check_space(space_id)
 
     def _incoming(self, block: BlockPut, traffic_class: int, expected: int | None) -> Incoming | None:
         """The block as it shall be stored; None if its bytes are not those that were submitted."""
@@ -599,28 +575,8 @@ def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:
     return layout
 
 
-def _check_rules(rules: ClassRules | None, capacity_bytes: int) -> None:
-    if rules is not None and sum(rule.floor_bytes for rule in rules.rules) > capacity_bytes:
-        raise ValueError(f"the floors of all classes together are more than the capacity of {capacity_bytes} bytes")
-
-
 def _pin_ends(pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> Pins:
     return {place: pin.until_s or FOREVER_S for place, pin in pins.items()}
-
-
-def _check_count(items: Sequence[object], count_max: int, what: str, unit: str) -> None:
-    if len(items) > count_max:
-        raise ValueError(f"{what} has at most {count_max} {unit}, not {len(items)}")
-
-
-def _check_class(traffic_class: int) -> None:
-    if not 1 <= traffic_class <= CLASS_MAX:
-        raise ValueError(f"traffic class {traffic_class} is outside 1..{CLASS_MAX}")
-
-
-def _check_flags(flags: int) -> None:
-    if flags & ~FLAGS_KNOWN:
-        raise ValueError(f"flags {flags:#x} hold bits that this version does not know")
 
 
 def _by_class(effects: Sequence[ClassEffect], rules: ClassRules, value: Callable[[ClassEffect], int]) -> dict[str, int]:

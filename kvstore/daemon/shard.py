@@ -28,10 +28,11 @@ from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.files import Files
 from kvstore.daemon.index import Index, IndexContent, IndexDamaged, RocksError
+from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
 from kvstore.daemon.reclaimer import Reclaimer, Swept
-from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader, checksum_of
+from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover
 from kvstore.daemon.segment import FREE
 from kvstore.daemon.segments import SegmentSet
@@ -61,51 +62,6 @@ class ShardParts:
     ledger: Ledger
     recovery_s: float
     recovered: Recovered
-
-
-class PayloadLease:
-    """One block's payload for sending; its segment is not recycled until ``close`` (or the end of a ``with``).
-
-    A block stored as it is: send ``payload_bytes`` from ``fd`` at ``offset``; only the header has been verified, the
-    receiver checks
-    ``checksum`` (XXH3-64 of the bytes sent). A compressed one: ``data`` holds the verified payload, and ``fd`` is None.
-    """
-
-    __slots__ = (
-        "_release",
-        "checksum",
-        "codec",
-        "data",
-        "fd",
-        "flags",
-        "offset",
-        "payload_bytes",
-        "stored_bytes",
-        "token_digest",
-    )
-
-    def __init__(self, place: Place, header: RecordHeader, data: bytes | None, release: Callable[[], None]) -> None:
-        self.fd: int | None = place.segment.fd if data is None else None
-        self.offset = place.offset + HEADER_BYTES if data is None else 0
-        self.stored_bytes = header.stored_bytes
-        self.payload_bytes = header.payload_bytes
-        self.checksum = header.checksum if data is None else checksum_of(data)
-        self.codec = header.codec
-        self.flags = header.flags
-        self.token_digest = header.token_digest
-        self.data: bytes | None = data
-        self._release: Callable[[], None] | None = release
-
-    def __enter__(self) -> PayloadLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()
 
 
 class Shard:
