@@ -73,7 +73,7 @@ lint: $(VENV)/installed-test
 test: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 $(TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
