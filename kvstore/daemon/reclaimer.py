@@ -123,14 +123,25 @@ class Reclaimer:
                 if segment.header.class_byte != FREE
             ]
 
+    def due(self, now_s: int) -> list[SegmentUsage]:
+        """Segments that a sweep looks at: those with expired blocks, and those that are wholly dead.
+
+        Dead bytes alone (of deleted blocks) are left to eviction, which needs them only when the volume is full.
+        """
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            expired = presence.rows["segment"][presence.used & ~presence.alive(now_s)]
+            numbers = set(np.unique(expired).tolist())
+            return [usage for usage in self.usages(now_s) if usage.segment in numbers or usage.alive_bytes == 0]
+
     def plan_sweep(self, now_s: int) -> Swept:
         """What ``sweep_segment`` over all segments would do."""
         with self._ledger.lock:
             presence = self._ledger.presence
             expired = presence.used & ~presence.alive(now_s)
             plan = Swept(removed=effects_of(presence.rows[expired]))
-            for usage in self.usages(now_s):
-                action = self._sweep_action(usage, now_s)
+            for usage in self.due(now_s):
+                action = sweep_action(usage)
                 plan.segments_freed += action is not None
                 if action is Action.MOVE_ALIVE:
                     slots = presence.in_segment(usage.segment)
@@ -146,7 +157,7 @@ class Reclaimer:
         expired = self._expired_in(segment, now_s)
         with self._ledger.lock:
             effects = effects_of(self._ledger.presence.rows[expired])
-        action = self._sweep_action(usage, now_s)
+        action = sweep_action(usage)
         if action is Action.MOVE_ALIVE:
             moved = self._move(segment, self._alive_in(segment, now_s), now_s)
             swept.blocks_rewritten += moved or 0
@@ -170,12 +181,6 @@ class Reclaimer:
                 self._ledger.forget(dict.fromkeys(keys, Presence.QUARANTINED), now_s)
                 self._ledger.segments.forget(segment)
             log.error("segment_vanished path=%s blocks=%d", segment.path, len(keys))
-
-    def _sweep_action(self, usage: SegmentUsage, now_s: int) -> Action | None:
-        """A segment without anything expired is left to eviction, unless it is wholly dead."""
-        if usage.alive_bytes and not len(self._expired_in(self._ledger.segments.segments[usage.segment], now_s)):
-            return None
-        return sweep_action(usage)
 
     def _make_room(self, enough: Callable[[], bool], now_s: int) -> bool:
         """Recycle victims until there is enough; False if everything that is left is protected or stuck."""

@@ -34,7 +34,6 @@ from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover
-from kvstore.daemon.segment import FREE
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system
@@ -370,9 +369,7 @@ class Shard:
         with self._writer:
             self._ledger.segments.may_grow = True
             self._reclaimer.drop_vanished(now_s)
-            numbers = [
-                number for number, item in self._ledger.segments.segments.items() if item.header.class_byte != FREE
-            ]
+            numbers = [usage.segment for usage in self._reclaimer.due(now_s)]
         for number in numbers:
             with self._writer:
                 self._reclaimer.sweep_segment(number, now_s, swept)
