@@ -3,7 +3,9 @@
 Owns the entry's bytes, the database and its disk budget. Does not know payloads, policy or deadlines: an entry keeps
 touches, and a deadline follows from touches and the rules in force. Invariants: the index is derived (segments
 rebuild it); each batch is atomic and carries the count of entries, so that a silent loss is found at the next load;
-its directory stays within the budget, because RocksDB's own files are compacted by rewriting and its log is cut.
+its directory stays within the budget, because RocksDB's own files are compacted by rewriting and its log is cut;
+after one failed write nothing is written until the whole index was rewritten, because RocksDB stays read-only after an
+error of the disk, and a batch after a lost one would hide the loss.
 
 rocksdb-py holds the GIL during calls and has no synced write: batches are small, and durability comes from segments.
 Its iterators abort the process if they outlive their database: they never leave this module. The WAL survives kill
@@ -28,6 +30,7 @@ import rocksdbpy
 
 from kvstore.daemon.files import disk_bytes, sync_directory
 from kvstore.daemon.record import TOUCHES_MAX, RecordHeader
+from kvstore.errors import VolumeError
 from kvstore.keys import BlockKey
 from kvstore.limits import GIB, KEY_BYTES, KIB, MIB
 
@@ -69,12 +72,19 @@ _TOMBSTONE_VALUE = struct.Struct("<BQ")
 _SPACE_AMPLIFICATION = 5
 """Bytes on disk per byte of entry that the budget allows for: levels, WAL, and both copies during a compaction."""
 
+_REWRITE_BYTES_MIN = MIB
+"""Free bytes without which a rewrite is not begun, beside those of the entries."""
+
 Rows = npt.NDArray[np.void]
-RocksError = rocksdbpy.RocksDBException
+_RocksError = rocksdbpy.RocksDBException
 
 
 class IndexDamaged(Exception):
     """The database cannot be opened or contradicts itself. Never leaves the daemon: the index is rebuilt."""
+
+
+class IndexRefused(Exception):
+    """The database took no write, and takes none until it is rewritten. Never leaves the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +160,20 @@ def blocks_max(budget_bytes: int) -> int:
 
 
 class Index:
-    """The open database. Thread-safe. Raises IndexDamaged from ``open`` and ``load``, RocksError from writing."""
+    """The open database. Thread-safe. Raises IndexDamaged from ``open`` and ``load``, IndexRefused from writing.
+
+    ``refusing``: a write failed; ``rewrite`` mends it.
+    """
 
     def __init__(self, path: Path, budget_bytes: int, database: rocksdbpy.RocksDB) -> None:
         self._path = path
         self._budget_bytes = budget_bytes
-        self._database = database
+        self._database: rocksdbpy.RocksDB | None = database
+        """None where a rewrite closed the old one and could not open the new one."""
         self._lock = threading.Lock()
         self._unmeasured_bytes = 0
         self.closed = False
+        self.refusing = False
 
     @classmethod
     def open(cls, path: Path, budget_bytes: int) -> Index:
@@ -178,7 +193,7 @@ class Index:
         """For checking: nothing is written, not even RocksDB's own recovery."""
         try:
             return cls(path, GIB, rocksdbpy.open_for_readonly(str(path), _options(GIB), False))
-        except RocksError as error:
+        except _RocksError as error:
             raise IndexDamaged(f"the index cannot be opened: {error}") from error
 
     @staticmethod
@@ -192,11 +207,11 @@ class Index:
         with self._lock:
             try:
                 return self._load()
-            except RocksError as error:
+            except _RocksError as error:
                 raise IndexDamaged(f"the index cannot be read: {error}") from error
 
     def write(self, batch: IndexBatch) -> None:
-        """Apply a batch. Raises RocksError; nothing of it is then applied."""
+        """Apply a batch. Raises IndexRefused; nothing of it is then applied, nor of any other before a rewrite."""
         rocks = rocksdbpy.WriteBatch()
         size = 0
         for key, value in batch.entries:
@@ -214,11 +229,21 @@ class Index:
         rocks.add(_COUNT_KEY, _COUNT.pack(batch.blocks, INDEX_VERSION))
         size += 64 * (len(batch.removed) + len(batch.extents) + len(batch.tombstones) + 1)
         with self._lock:
-            self._database.write(rocks)
+            if self.refusing or self._database is None:
+                self.refusing = True
+                raise IndexRefused("an earlier write of the index failed")
+            try:
+                self._database.write(rocks)
+            except _RocksError as error:
+                self.refusing = True
+                raise IndexRefused(str(error)) from error
             self._unmeasured_bytes += size
 
     def keys_after(self, cursor: bytes) -> Iterator[BlockKey]:
-        """Keys of entries beyond ``cursor``, ascending, read in pages, so that nothing is held between two of them."""
+        """Keys of entries beyond ``cursor``, ascending, read in pages, so that nothing is held between two of them.
+
+        Raises VolumeError.
+        """
         page = 512
         while True:
             keys = self._page_after(cursor, page)
@@ -243,22 +268,45 @@ class Index:
         return True
 
     def rewrite(self, content: Iterable[IndexBatch]) -> None:
-        """Replace the database by a fresh one with this content; a crash leaves the old or the new one."""
-        fresh, spare = _fresh(self._path), _spare(self._path)
+        """Replace the database by a fresh one with this content; a crash leaves the old or the new one.
+
+        Raises IndexRefused or OSError; the old one is then still in use, if it could be opened again.
+        """
+        fresh = _fresh(self._path)
         shutil.rmtree(fresh, ignore_errors=True)
-        rewritten = Index(fresh, self._budget_bytes, _open_database(fresh, self._budget_bytes))
         try:
-            for batch in content:
-                rewritten.write(batch)
+            rewritten = Index(fresh, self._budget_bytes, _open_database(fresh, self._budget_bytes))
+            try:
+                for batch in content:
+                    rewritten.write(batch)
+            finally:
+                rewritten.close()
+            with self._lock:
+                self._swap(fresh)
+        except IndexDamaged as error:
+            raise IndexRefused(str(error)) from error
         finally:
-            rewritten.close()
-        with self._lock:
-            self._database.close()
-            os.rename(self._path, spare)
-            os.rename(fresh, self._path)
-            sync_directory(self._path.parent)
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def has_room_to_rewrite(self, blocks: int) -> bool:
+        """Whether the file system has room for a second index of so many entries."""
+        facts = os.statvfs(self._path.parent)
+        needed = _SPACE_AMPLIFICATION * blocks * (ENTRY_BYTES + KEY_BYTES) // 2 + _REWRITE_BYTES_MIN
+        return facts.f_bavail * facts.f_frsize >= needed
+
+    def _swap(self, fresh: Path) -> None:
+        """Put the fresh database in the place of the one in use, which refuses writes until that is done."""
+        spare = _spare(self._path)
+        self.refusing = True
+        self._close_database()
+        if self._path.exists():
             shutil.rmtree(spare, ignore_errors=True)
-            self._database = _open_database(self._path, self._budget_bytes)
+            os.rename(self._path, spare)
+        os.rename(fresh, self._path)
+        sync_directory(self._path.parent)
+        shutil.rmtree(spare, ignore_errors=True)
+        self._database = _open_database(self._path, self._budget_bytes)
+        self.refusing = False
 
     def disk_bytes(self) -> int:
         return disk_bytes(self._path)
@@ -267,9 +315,16 @@ class Index:
         with self._lock:
             if not self.closed:
                 self.closed = True
-                self._database.close()
+                self._close_database()
+
+    def _close_database(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            database.close()
 
     def _load(self) -> IndexContent | None:
+        if self._database is None:
+            raise IndexDamaged("the index is closed")
         count = self._database.get(_COUNT_KEY)
         keys: list[BlockKey] = []
         values: list[bytes] = []
@@ -298,11 +353,16 @@ class Index:
     def _page_after(self, cursor: bytes, count: int) -> list[BlockKey]:
         keys: list[BlockKey] = []
         with self._lock:
-            for key, _ in _iterate(self._database, _BLOCK + cursor):
-                if key[:1] != _BLOCK or len(keys) == count:
-                    break
-                if key[1:] != cursor:
-                    keys.append(BlockKey(key[1:]))
+            if self._database is None:
+                raise VolumeError("the index cannot be read now")
+            try:
+                for key, _ in _iterate(self._database, _BLOCK + cursor):
+                    if key[:1] != _BLOCK or len(keys) == count:
+                        break
+                    if key[1:] != cursor:
+                        keys.append(BlockKey(key[1:]))
+            except _RocksError as error:
+                raise VolumeError(f"the index cannot be read: {error}") from error
         return keys
 
     def _cut_logs(self) -> None:
@@ -333,7 +393,7 @@ def _open_database(path: Path, budget_bytes: int) -> rocksdbpy.RocksDB:
     try:
         path.mkdir(parents=True, exist_ok=True)
         return rocksdbpy.open(str(path), _options(budget_bytes))
-    except (RocksError, OSError) as error:
+    except (_RocksError, OSError) as error:
         raise IndexDamaged(f"the index cannot be opened: {error}") from error
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.daemon.index import Extent, Index, IndexBatch, RocksError, Tombstone
+from kvstore.daemon.index import Extent, Index, IndexBatch, IndexRefused, Tombstone
 from kvstore.daemon.presence import PresenceMap
 from kvstore.daemon.record import Mark, MarkReason
 from kvstore.daemon.segment import Segment
@@ -106,7 +106,7 @@ class Ledger:
     def store(
         self, entries: Sequence[tuple[BlockKey, bytes]], segments: Iterable[Segment], pins_s: Mapping[BlockKey, int]
     ) -> None:
-        """Add or replace rows whose records are written. Raises RocksError; nothing has changed then."""
+        """Add or replace rows whose records are written. Raises IndexRefused; nothing has changed then."""
         with self.lock:
             added = sum(self.presence.slot(key) < 0 for key, _ in entries)
             forgotten = {key: None for key, _ in entries if self.presence.tombstone(key)}
@@ -179,13 +179,29 @@ class Ledger:
     def compact_if_due(self) -> None:
         """Keep the index within its budget."""
         with self.lock:
-            if self.index.closed:
+            if self.index.closed or not self.mend_index():
                 return
             try:
                 self.counters.index_compactions += self.index.compact_if_due(self.content())
-            except (RocksError, OSError) as error:
+            except (IndexRefused, OSError) as error:
                 self.counters.index_errors += 1
                 log.error("index_not_compacted problem=%r", error)
+
+    def mend_index(self) -> bool:
+        """Whether the index takes writes: one that refused is written anew from memory, once there is room for that."""
+        with self.lock:
+            if not self.index.refusing:
+                return True
+            if self.index.closed or not self.index.has_room_to_rewrite(len(self.presence)):
+                return False
+            try:
+                self.index.rewrite(self.content())
+            except (IndexRefused, OSError) as error:
+                self.counters.index_errors += 1
+                log.error("index_not_mended problem=%r", error)
+                return False
+            log.warning("index_mended blocks=%d", len(self.presence))
+            return True
 
     def content(self) -> Iterator[IndexBatch]:
         """The whole ledger as index batches; the last one carries extents and the count."""
@@ -204,11 +220,11 @@ class Ledger:
         }
 
     def _write(self, batch: IndexBatch) -> None:
-        """A removal or touch that the index refuses stays in memory; the count then differs and the
-        next start rebuilds.
+        """A removal or touch that the index refuses stays in memory, from which the index is mended; should the process
+        die before, marks, generations or the count betray it at the next start.
         """
         try:
             self.index.write(batch)
-        except RocksError as error:
+        except IndexRefused as error:
             self.counters.index_errors += 1
             log.error("index_not_written problem=%r", error)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvstore.daemon.index import RocksError, blocks_max, entry_of
+from kvstore.daemon.index import IndexRefused, blocks_max, entry_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, Slots
 from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
@@ -341,7 +341,7 @@ class Reclaimer:
                     pins_s[key] = int(presence.pin_until_s[presence.slot(key)])
                 self._ledger.store(entries, targets, pins_s)
                 self._ledger.counters.blocks_rewritten += len(entries)
-        except (OSError, RocksError) as error:
+        except (OSError, IndexRefused) as error:
             self._ledger.counters.write_errors += 1
             log.error("blocks_not_moved problem=%r", error)
             return None

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.files import Files
-from kvstore.daemon.index import Index, IndexContent, IndexDamaged, RocksError
+from kvstore.daemon.index import Index, IndexContent, IndexDamaged, IndexRefused
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
@@ -106,7 +106,8 @@ class Shard:
             presence.load(recovered.keys, recovered.rows, recovered.tombstones)
             ledger = Ledger(segments, presence, index, Counters())
             if recovered.changed:
-                index.rewrite(ledger.content())
+                index.refusing = True
+                ledger.mend_index()
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
             shard = cls(parts, rules, pins, commit_window_s)
@@ -553,7 +554,7 @@ def _open_index(volume: Volume, layout: VolumeLayout) -> tuple[Index, IndexConte
         Index.destroy(volume.index_path)
         try:
             return Index.open(volume.index_path, layout.index_budget_bytes), None
-        except (IndexDamaged, RocksError) as again:
+        except (IndexDamaged, IndexRefused) as again:
             raise VolumeError(f"the index of {volume.path} cannot be created: {again}") from again
 
 

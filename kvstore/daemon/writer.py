@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.daemon.index import RocksError, entry_of
+from kvstore.daemon.index import IndexRefused, entry_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.reclaimer import DAY_S, Reclaimer
 from kvstore.daemon.record import (
@@ -151,7 +151,12 @@ class Writer:
         now_s: int,
         outcomes: list[PutOutcome],
     ) -> None:
-        """Write what is pending in runs; whatever finds no room stays REFUSED."""
+        """Write what is pending in runs; whatever finds no room stays REFUSED.
+
+        While the index takes no entries nothing is written: dead records would drive living ones out.
+        """
+        if not pending or not self._ledger.mend_index():
+            return
         day = (now_s + self._rules().keep_for_s(class_byte)) // DAY_S
         if not self._reclaimer.make_room_in_index(len(pending), now_s):
             return
@@ -223,7 +228,7 @@ class Writer:
                 for key in replaced:
                     self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, now_s))
                 self._ledger.store([(header.key, entry_of(header)) for _, header in good], [segment], pins_s)
-        except (RocksError, OSError) as error:
+        except (IndexRefused, OSError) as error:
             self._ledger.counters.write_errors += 1
             log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
             for header in headers:
