@@ -1,4 +1,4 @@
-"""Daemons by fork: a helper process that has everything imported and starts a real daemon in milliseconds.
+"""Daemons by fork: a child process that has everything imported and starts a real daemon in milliseconds.
 
 ``python -m tests.support.zygote`` reads lines on stdin: ``start FOLDER`` forks a daemon on that folder and answers
 its process id; ``reap PID`` waits for its end and answers the signal that ended it. Forking needs a process without
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 class Zygote:
-    """The helper process, seen from the test."""
+    """The child process, seen from the test."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

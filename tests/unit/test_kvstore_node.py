@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
@@ -560,8 +561,6 @@ def test_a_payload_that_changes_while_it_is_written_is_not_acknowledged(bench: B
 def test_a_wrong_checksum_at_submission_is_altered_and_writes_nothing(bench: Bench) -> None:
     names = a_chain(bench.space, 2).names
     puts = puts_of(list(names), SIZE)
-    import xxhash
-
     good = xxhash.xxh3_64_intdigest(puts[0].payload)
     outcomes = bench.node.put(bench.space, puts, traffic_class=AGENT, checksums=[good, 1])
     assert outcomes == [PutOutcome.STORED, PutOutcome.ALTERED]
@@ -570,8 +569,6 @@ def test_a_wrong_checksum_at_submission_is_altered_and_writes_nothing(bench: Ben
 
 def test_compressed_blocks_come_back_whole_by_both_ways(tmp_path: Path) -> None:
     """A class with zstd stores fewer bytes; get and the sender's lease give the payload and its own checksum."""
-    import xxhash
-
     node = open_node(tmp_path, ManualClock(), rules=ZSTD_RULES)
     space = node.register_space(a_space())
     name = a_chain(space, 1).names[0]
