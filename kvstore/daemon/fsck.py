@@ -164,7 +164,10 @@ def _check_segments(run: _Check, content: IndexContent | None, progress: Progres
         run.report.segments += 1
         try:
             segment = Segment.open(files, path)
-        except (SegmentDamaged, OSError) as error:
+        except OSError as error:
+            run.report.add("segment-unreadable", path.name, str(error))
+            continue
+        except SegmentDamaged as error:
             if run.repair:
                 path.unlink(missing_ok=True)
             run.report.add("segment-damaged", path.name, str(error), repaired=run.repair)

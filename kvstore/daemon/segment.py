@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,10 +133,27 @@ class Segment:
     ``end``: where the next record goes. ``leases``: readers outside the shard's lock; while there are any, the
     segment is
     not recycled. ``begun``: the order in which segments were begun. ``failed``: the file refused a
-    write; it is read from, but never chosen again.
+    write; it is read from, but not chosen again before it is retried. ``torn``: an append that failed may have left
+    whole records beyond ``end``, which only a seal keeps a restart from adopting. ``unsafe``: a flush failed, so what
+    was appended since the one before may be lost, whatever later flushes say.
     """
 
-    __slots__ = ("begun", "dirty", "end", "failed", "fd", "files", "header", "leases", "path", "sealed")
+    __slots__ = (
+        "_durable",
+        "_syncing",
+        "begun",
+        "dirty",
+        "end",
+        "failed",
+        "fd",
+        "files",
+        "header",
+        "leases",
+        "path",
+        "sealed",
+        "torn",
+        "unsafe",
+    )
 
     def __init__(self, files: Files, path: Path, fd: int, header: SegmentHeader, end: int, sealed: bool) -> None:
         self.files = files
@@ -145,8 +163,14 @@ class Segment:
         self.end = end
         self.sealed = sealed
         self.failed = False
-        self.dirty = False
+        self.torn = False
+        self.unsafe = False
+        self.dirty = not sealed
+        """Whether anything may be unflushed; so may what a killed process left in an unsealed segment."""
         self.leases = 0
+        self._syncing = threading.Lock()
+        self._durable = (header.generation, end if sealed else 0)
+        """Generation, and the offset below which its records are on disk."""
         self.begun = 0
 
     @classmethod
@@ -203,7 +227,7 @@ class Segment:
             raise
         self.header = header
         self.end = FIRST_RECORD
-        self.sealed = False
+        self.sealed = self.torn = self.unsafe = False
         self.dirty = True
 
     def files_bytes(self) -> int:
@@ -216,20 +240,37 @@ class Segment:
 
     def append(self, parts: Sequence[Buffer], total_bytes: int) -> None:
         """Write whole records (headers, payloads, padding) at ``end``. Raises OSError; ``end`` then stays."""
-        self.files.write(self.fd, parts, self.end)
+        try:
+            self.files.write(self.fd, parts, self.end)
+        except OSError:
+            self.torn = True
+            raise
         self.end += total_bytes
         self.dirty = True
 
-    def sync(self) -> None:
-        """Make everything appended so far durable. Raises OSError (and marks the segment failed: its
-        pages may be lost).
+    def sync(self, *, if_dirty: bool = False) -> None:
+        """Make everything appended so far durable. Raises OSError (and marks the segment failed and unsafe).
+
+        Also with ``if_dirty`` a flush that somebody else has under way is waited for: it may be that of the caller's
+        bytes.
         """
-        try:
+        with self._syncing:
+            if if_dirty and not self.dirty:
+                return
             self.dirty = False
-            self.files.fdatasync(self.fd)
-        except OSError:
-            self.failed = True
-            raise
+            generation, end = self.header.generation, self.end
+            try:
+                self.files.fdatasync(self.fd)
+            except OSError:
+                self.failed = self.unsafe = True
+                raise
+            if not self.unsafe:
+                self._durable = (generation, end)
+
+    def is_durable(self, offset: int) -> bool:
+        """Whether a record of the present generation was flushed, as far as the disk can be believed."""
+        generation, end = self._durable
+        return generation == self.header.generation and offset < end
 
     def seal(self) -> None:
         """Close the segment to appends, durably, so that a scan may trust its end. Raises OSError."""
@@ -237,6 +278,7 @@ class Segment:
         body = _SEAL.pack(_SEAL_MAGIC, 0, self.header.generation, self.end)
         self.files.write(self.fd, [body + _CRC.pack(zlib.crc32(body))], _SEAL_OFFSET)
         self.sealed = True
+        self.torn = False
 
     def mark(self, offset: int, mark: Mark) -> None:
         """Make one record dead, in place. Raises OSError."""

@@ -2,18 +2,20 @@
 
 Owns file numbers, generations and the count of files against the capacity. Does not know blocks, the index or which
 segment is worth recycling. Invariants: never more files than ``segments_max``; a file that refuses a write is set
-aside, not retried for ever; the last free segment is left to moves, so that living blocks can always be carried out
-of a victim.
+aside until the next sweep, not retried at once; the last free segment is left to moves, so that living blocks can
+always be carried out of a victim.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.segment import FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
+from kvstore.errors import VolumeError
 
 SPARE_SEGMENTS = 1
 """Free segments that only moves may take."""
@@ -38,6 +40,7 @@ class SegmentSet:
         self._new_generation = new_generation
         self.segments_max = segments_max
         self.segments: dict[int, Segment] = {}
+        """By number. Replaced as a whole, never changed: readers outside the writer's lock iterate over it."""
         self.free: list[int] = []
         self.opened: dict[tuple[int, int], int] = {}
         self.may_grow = True
@@ -55,15 +58,18 @@ class SegmentSet:
         new_generation: Callable[[], int],
         now_s: int,
     ) -> SegmentSet:
-        """Open every segment file; one whose first page is damaged is recycled, since its records cannot be trusted."""
+        """Open every segment file; one whose first page is damaged is removed, since its records cannot be trusted.
+
+        Raises VolumeError for one that cannot be opened at all: its blocks may be good.
+        """
         found = cls(files, directory, segment_bytes, segments_max, new_generation)
         directory.mkdir(exist_ok=True)
         for path in sorted(directory.glob("*.seg")):
             if not path.stem.isdigit() or segment_path(directory, int(path.stem)) != path:
                 continue
-            segment = found._open_one(path, now_s)
+            segment = found._open_one(path)
             if segment is not None:
-                found.segments[segment.number] = segment
+                found._add(segment)
                 if segment.header.class_byte == FREE:
                     found.free.append(segment.number)
         for segment in sorted(found.segments.values(), key=lambda item: (item.header.created_s, item.number)):
@@ -137,7 +143,7 @@ class SegmentSet:
             del self.opened[key]
         if segment.number in self.free:
             self.free.remove(segment.number)
-        del self.segments[segment.number]
+        self.segments = {number: other for number, other in self.segments.items() if other is not segment}
         segment.close()
 
     def shrink(self) -> bool:
@@ -152,27 +158,51 @@ class SegmentSet:
     def flush(self) -> None:
         """Make all appended bytes durable. Raises the first OSError after trying every segment."""
         problem: OSError | None = None
-        for segment in list(self.segments.values()):
-            if segment.dirty:
-                try:
-                    segment.sync()
-                except OSError as error:
-                    problem = error
+        for segment in self.segments.values():
+            try:
+                segment.sync(if_dirty=True)
+            except OSError as error:
+                problem = error
         if problem is not None:
             raise problem
+
+    def settle(self) -> None:
+        """Seal what a failed append left open, so that no restart finds more in it than is known. Raises OSError."""
+        for segment in self.segments.values():
+            if segment.torn:
+                segment.seal()
+
+    def retry_failed(self) -> None:
+        """Give files that refused a write, and the file system, another chance."""
+        self.may_grow = True
+        for segment in self.segments.values():
+            if not segment.failed:
+                continue
+            if segment.header.class_byte == FREE:
+                segment.failed = False
+                self.free.append(segment.number)
+            elif segment.sealed or self._seal(segment):
+                segment.failed = False
 
     def close(self) -> None:
         for segment in self.segments.values():
             segment.close()
 
-    def _open_one(self, path: Path, now_s: int) -> Segment | None:
+    def _add(self, segment: Segment) -> None:
+        self.segments = {**self.segments, segment.number: segment}
+
+    def _open_one(self, path: Path) -> Segment | None:
         try:
             segment = Segment.open(self._files, path)
             if segment.header.segment_bytes == self._segment_bytes:
                 return segment
             segment.close()
             problem = "it has another size than the volume's segments"
-        except (SegmentDamaged, OSError) as error:
+        except SegmentDamaged as error:
+            problem = str(error)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise VolumeError(f"segment {path} cannot be opened: {error.strerror}") from error
             problem = str(error)
         self.damaged += 1
         log.error("segment_damaged path=%s problem=%r: its blocks are lost and become misses", path, problem)
@@ -204,7 +234,7 @@ class SegmentSet:
             return None
         if not reserved:
             log.warning("segment_not_preallocated path=%s: the file system cannot reserve space", segment.path)
-        self.segments[number] = segment
+        self._add(segment)
         return segment
 
     def _count_begun(self, segment: Segment) -> None:
@@ -224,9 +254,11 @@ class SegmentSet:
         for key in dict.fromkeys([*stale, *longest]):
             self.retire(self.segments[self.opened[key]])
 
-    def _seal(self, segment: Segment) -> None:
+    def _seal(self, segment: Segment) -> bool:
         try:
             segment.seal()
         except OSError as error:
             segment.failed = True
             log.error("segment_not_sealed segment=%d problem=%r", segment.number, error)
+            return False
+        return True

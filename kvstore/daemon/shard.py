@@ -46,6 +46,8 @@ from kvstore.traffic import ClassRules
 
 CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
+READ_ATTEMPTS = 3
+"""A block that moves under a reader is looked for again: by chance twice, hardly thrice."""
 _TOMBSTONE_DISK_BYTES = 512
 
 log = logging.getLogger(__name__)
@@ -159,8 +161,12 @@ class Shard:
 
         A block that was moved or replaced while it was read is read again from where it is now.
         """
-        status = self._read_once(space_id, name, buffer, now_s)
-        return status if status is not None else self._read_once(space_id, name, buffer, now_s) or GetStatus.MISS
+        for _ in range(READ_ATTEMPTS):
+            status = self._read_once(space_id, name, buffer, now_s)
+            if status is not None:
+                return status
+        self._ledger.counters.misses += 1
+        return GetStatus.MISS
 
     def _read_once(
         self, space_id: SpaceId, name: BlockName, buffer: bytearray | memoryview, now_s: float
@@ -179,8 +185,8 @@ class Shard:
                 self._read(space_id, name, place, buffer)
             except (RecordDamaged, OSError) as error:
                 memoryview(buffer).cast("B")[:] = bytes(len(buffer))
-                if isinstance(error, RecordDead) and error.mark.reason in (MarkReason.MOVED, MarkReason.REPLACED):
-                    self._ledger.forget_dead(name.key, place, error.mark)
+                if _is_elsewhere(error):
+                    self._failed_read(name.key, place, error, now_s)
                     return None
                 counters.misses += 1
                 return self._failed_read(name.key, place, error, now_s)
@@ -191,29 +197,36 @@ class Shard:
             return GetStatus.OK
 
     def open_payload(self, space_id: SpaceId, name: BlockName, now_s: float) -> PayloadLease | None:
-        """A payload for sending, its header verified; None is a miss."""
+        """A payload for sending, its header verified; None is a miss. A block may move, as for ``read_into``."""
         counters = self._ledger.counters
-        place = self._ledger.take(space_id, name, now_s)
-        if place is None:
-            counters.misses += 1
-            return None
-        held = place
-        try:
-            data: bytes | None = None
-            if place.codec == Codec.NONE:
-                header = self._check(space_id, name, *place.segment.read_header(place.offset))
-            else:
-                payload = bytearray(place.payload_bytes)
-                header = self._read(space_id, name, place, payload)
-                data = bytes(payload)
-        except (RecordDamaged, OSError) as error:
-            self._failed_read(name.key, place, error, now_s)
-            self._ledger.give_back(place)
-            counters.misses += 1
-            return None
-        counters.hits += 1
-        counters.bytes_read += place.payload_bytes
-        return PayloadLease(place, header, data, lambda: self._ledger.give_back(held))
+        for _ in range(READ_ATTEMPTS):
+            place = self._ledger.take(space_id, name, now_s)
+            if place is None:
+                break
+            try:
+                lease = self._lease(space_id, name, place)
+            except (RecordDamaged, OSError) as error:
+                self._failed_read(name.key, place, error, now_s)
+                self._ledger.give_back(place)
+                if _is_elsewhere(error):
+                    continue
+                break
+            counters.hits += 1
+            counters.bytes_read += place.payload_bytes
+            return lease
+        counters.misses += 1
+        return None
+
+    def _lease(self, space_id: SpaceId, name: BlockName, place: Place) -> PayloadLease:
+        """The lease of a place that was taken. Raises RecordDamaged or OSError."""
+        data: bytes | None = None
+        if place.codec == Codec.NONE:
+            header = self._check(space_id, name, *place.segment.read_header(place.offset))
+        else:
+            payload = bytearray(place.payload_bytes)
+            header = self._read(space_id, name, place, payload)
+            data = bytes(payload)
+        return PayloadLease(place, header, data, lambda: self._ledger.give_back(place))
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName, now_s: float) -> bool:
         """Somebody saw bad bytes: read and verify again; True if the record was really bad and is now quarantined."""
@@ -245,7 +258,9 @@ class Shard:
             try:
                 self._commit.wait(max(0.0, end_s - time.monotonic()))
             except OSError as error:
-                return self._lose_unsynced(blocks, outcomes, error, now_s)
+                self._ledger.counters.write_errors += 1
+                log.error("flush_failed problem=%r", error)
+            return self._lose_unsynced(blocks, outcomes, now_s)
         return outcomes
 
     def touch(self, space_id: SpaceId, names: Sequence[BlockName], class_byte: int, now_s: int) -> int:
@@ -282,6 +297,7 @@ class Shard:
                 self._ledger.forget(dict.fromkeys(doomed, Presence.PURGED), now_s)
                 self._ledger.counters.purged += len(doomed)
             try:
+                self._ledger.segments.settle()
                 self._ledger.segments.flush()
             except OSError as error:
                 problem = error
@@ -368,7 +384,7 @@ class Shard:
             return self._reclaimer.plan_sweep(now_s)
         swept = Swept()
         with self._writer:
-            self._ledger.segments.may_grow = True
+            self._ledger.segments.retry_failed()
             self._reclaimer.drop_vanished(now_s)
             numbers = [usage.segment for usage in self._reclaimer.due(now_s)]
         for number in numbers:
@@ -499,20 +515,19 @@ class Shard:
         return problem
 
     def _lose_unsynced(
-        self, blocks: Sequence[Incoming], outcomes: Sequence[PutOutcome], error: OSError, now_s: int
+        self, blocks: Sequence[Incoming], outcomes: Sequence[PutOutcome], now_s: int
     ) -> list[PutOutcome]:
-        """The disk did not confirm: blocks in segments whose pages may be lost are not acknowledged and not served."""
-        log.error("flush_failed problem=%r", error)
-        self._ledger.counters.write_errors += 1
+        """What the disk did not confirm, now or when its segment was sealed, is not acknowledged and not served."""
         result = list(outcomes)
         with self._ledger.lock:
             for position, block in enumerate(blocks):
                 slot = self._ledger.presence.slot(block.name.key)
                 place = self._ledger.place(slot) if slot >= 0 else None
-                if place is None or place.segment.failed:
+                if place is None or place.segment.is_durable(place.offset):
+                    continue
+                if outcomes[position].value <= PutOutcome.REPLACED:
                     result[position] = PutOutcome.REFUSED
-                    if place is not None:
-                        self._ledger.quarantine(block.name.key, place, now_s)
+                    self._ledger.quarantine(block.name.key, place, now_s)
         return result
 
     def _info(self, key: BlockKey, slot: int) -> BlockInfo:
@@ -534,6 +549,11 @@ class Shard:
             pinned=bool(presence.pin_until_s[slot] > 0),
             segment=int(row["segment"]),
         )
+
+
+def _is_elsewhere(error: Exception) -> bool:
+    """Whether a read failed because the block moved or was replaced since its place was looked up."""
+    return isinstance(error, RecordDead) and error.mark.reason in (MarkReason.MOVED, MarkReason.REPLACED)
 
 
 def tombstones_max(layout: VolumeLayout) -> int:

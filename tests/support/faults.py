@@ -25,8 +25,7 @@ class FaultyFiles(Files):
         self._names: dict[int, str] = {}
 
     def open(self, path: Path, *, create: bool = False) -> int:
-        if create:
-            self._strike("create", path.name)
+        self._strike("create" if create else "open", path.name)
         fd = super().open(path, create=create)
         self._names[fd] = path.name
         return fd

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
+from kvstore.errors import VolumeError
 from kvstore.keys import SpaceId, TokenChain
-from kvstore.store import GetStatus, Presence, PutOutcome
+from kvstore.store import FLAG_APPROXIMATE, GetStatus, Presence, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT, CHAT
 from tests.support.faults import FaultyFiles
@@ -80,3 +85,138 @@ def test_an_index_that_takes_no_writes_costs_no_block_and_is_mended(bench: Bench
     assert bench.presence(chain) == [Presence.PRESENT] * 63 + [Presence.PURGED]
     node.close()
     assert check(bench.volume).clean
+
+
+def test_a_disk_put_is_not_acknowledged_if_its_segment_was_sealed_without_the_disk(bench: Bench) -> None:
+    """A batch fills one segment and the next; the flush that seals the first fails, the last one does not."""
+    bench.put(4, seed=1)
+    bench.files.errors["fdatasync"] = errno.EIO
+    bench.files.only = "00000001.seg"
+    chain, outcomes = bench.put(16, seed=2, ack="disk")
+    assert PutOutcome.REFUSED in outcomes
+    assert PutOutcome.STORED in outcomes
+    for outcome, presence in zip(outcomes, bench.presence(chain), strict=True):
+        assert (outcome is PutOutcome.STORED) == (presence == Presence.PRESENT)
+    bench.files.errors.clear()
+    assert PutOutcome.REFUSED not in bench.put(16, seed=2, ack="disk")[1]
+
+
+def test_what_a_killed_process_left_is_flushed_before_a_disk_put_is_acknowledged(bench: Bench) -> None:
+    """A block that was stored with ``os`` before a kill, and is put again with ``disk``: a touch that is a promise."""
+    bench.put(2, seed=1)
+    bench.reopen()
+    bench.files.calls.clear()
+    assert bench.put(2, seed=1, ack="disk")[1] == [PutOutcome.TOUCHED] * 2
+    assert bench.files.calls["fdatasync"] > 0
+
+
+def test_records_of_a_refused_put_never_outlive_a_deletion(bench: Bench) -> None:
+    """A write stops half-way and the segment cannot even be sealed: whole records of the refused put are on disk.
+    Deleting these blocks later keeps a restart from adopting them.
+    """
+    bench.files.errors["pwritev"] = errno.EIO
+    bench.files.write_budget = 2 * 61_440 + 100
+    chain, outcomes = bench.put(4, seed=1)
+    assert set(outcomes) == {PutOutcome.REFUSED}
+    with pytest.raises(VolumeError):
+        bench.node.delete(bench.space, [name.key for name in chain.names])
+    bench.files.errors.clear()
+    assert bench.node.delete(bench.space, [name.key for name in chain.names]) == 0
+    for lose_index in (False, True):
+        bench.reopen(lose_index=lose_index)
+        assert Presence.PRESENT not in bench.presence(chain)
+
+
+def test_a_disk_that_was_full_for_a_while_is_written_to_again_after_a_sweep(bench: Bench) -> None:
+    """Every segment refused a write meanwhile; none stays set aside for ever."""
+    for seed in range(20):
+        bench.put(16, seed=seed)
+    bench.files.errors["pwritev"] = errno.ENOSPC
+    for seed in range(20, 60):
+        assert PutOutcome.STORED not in bench.put(16, seed=seed)[1]
+    bench.files.errors.clear()
+    bench.node.sweep(apply=True)
+    for seed in range(60, 80):
+        assert set(bench.put(16, seed=seed)[1]) == {PutOutcome.STORED}
+    assert bench.node.stats()["segments_failed"] == 0
+
+
+def test_a_start_without_enough_file_descriptors_removes_nothing(bench: Bench) -> None:
+    """A segment that cannot be opened is no damaged segment: the start fails, and a better one finds every block."""
+    chain, _ = bench.put(64, seed=1)
+    bench.files.errors["open"] = errno.EMFILE
+    bench.files.only = "00000002.seg"
+    with pytest.raises(VolumeError, match="cannot be opened"):
+        bench.reopen()
+    bench.files.errors.clear()
+    bench.node = open_node(bench.path, bench.clock, files=bench.files)
+    assert bench.presence(chain) == [Presence.PRESENT] * 64
+
+
+class Interrupted(FaultyFiles):
+    """Calls ``meanwhile`` once, before the next read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], object] | None = None
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().preadv(fd, views, offset)
+
+
+def test_a_block_replaced_under_its_reader_is_no_miss(tmp_path: Path) -> None:
+    """Between looking up the place and reading it an exact block takes the approximate one's place: both ways of
+    reading find the new bytes.
+    """
+    files = Interrupted()
+    bench = Bench(tmp_path, files)
+    names = a_chain(bench.space, 2).names
+    exact = puts_of(names, SIZE)
+    approximate = [replace(put, flags=FLAG_APPROXIMATE, payload=b"\x01" * SIZE) for put in exact]
+    bench.node.put(bench.space, approximate, traffic_class=AGENT)
+    files.meanwhile = lambda: bench.node.put(bench.space, exact[:1], traffic_class=AGENT)
+    assert read(bench.node, bench.space, names[0], SIZE) == (GetStatus.OK, exact[0].payload)
+    files.meanwhile = lambda: bench.node.put(bench.space, exact[1:], traffic_class=AGENT)
+    with bench.node.open_payload(bench.space, names[1]) as lease:  # type: ignore[union-attr]
+        assert lease.flags == 0
+        assert os.pread(lease.fd, SIZE, lease.offset) == exact[1].payload
+    assert bench.node.stats()["misses"] == 0
+    bench.node.close()
+
+
+def test_a_flush_under_way_is_waited_for(bench: Bench) -> None:
+    """Two flushes of one segment: the second finds nothing dirty, yet must wait for the first."""
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(FaultyFiles):
+        def fdatasync(self, fd: int) -> None:
+            began.set()
+            go_on.wait(10)
+            super().fdatasync(fd)
+
+    bench.put(1, seed=1)
+    segment = bench.node._shards[0]._ledger.segments.segments[1]
+    segment.files = Slow()
+    first = threading.Thread(target=segment.sync)
+    second = threading.Thread(target=lambda: (segment.sync(if_dirty=True), ended.set()))
+    first.start()
+    assert began.wait(10)
+    second.start()
+    assert not ended.wait(0.1)
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert ended.is_set()
+
+
+def test_readers_of_the_segments_are_not_disturbed_by_a_new_one(bench: Bench) -> None:
+    """Statistics and flushes go over the segments while the writer begins another."""
+    bench.put(1, seed=1)
+    segments = bench.node._shards[0]._ledger.segments
+    seen = iter(segments.segments.items())
+    next(seen)
+    assert segments.begin(CHAT, 1, 0, spare=0) is not None
+    assert list(seen) == []
