@@ -1,6 +1,6 @@
 # Everything from a fresh machine: `make run` and `make test` create .venv, install, and go. A second run is instant.
 #
-#   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=127.0.0.1:8000]
+#   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=HOST:PORT]
 #   make test [TESTS=tests/unit]     make lint     make clean
 
 .DEFAULT_GOAL := help
@@ -9,7 +9,7 @@ SHELL := /bin/bash
 
 MODEL ?= demo
 DATA ?= data
-LISTEN ?= 127.0.0.1:8000
+LISTEN ?= 127.0.0.1:$(if $(ONCE),0,8000)
 CAPACITY ?= 4GiB
 TESTS ?= tests
 VENV := .venv

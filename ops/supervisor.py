@@ -14,7 +14,9 @@ import contextlib
 import ctypes
 import http.client
 import json
+import math
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -39,6 +41,8 @@ FAILED_STARTS_MAX = 3
 STOP_S_MAX = 20.0
 """A child gets this long after SIGTERM (more than the drain time of a node), then SIGKILL."""
 LINE_BYTES_MAX = 4096
+PROGRESS_S = 5.0
+"""Between two states of a progress bar that are shown."""
 STATE_VERSION = 1
 PR_SET_PDEATHSIG = 1
 
@@ -86,6 +90,8 @@ class Child:
     was_healthy: bool = False
     partial: bytes = b""
     """Output after the last line end."""
+    shown_s: float = -math.inf
+    """When a line of it was last shown to the operator."""
 
 
 def backoff_s(exits: int) -> float:
@@ -268,11 +274,13 @@ class Supervisor:
 
     def _show_progress(self, child: Child, data: bytes) -> None:
         """While a child starts, the operator sees what it prints for people: a model takes a while."""
-        *lines, child.partial = (child.partial + data).replace(b"\r", b"\n").split(b"\n")
-        child.partial = child.partial[-LINE_BYTES_MAX:]
-        for line in lines:
-            text = text_for_people(line.decode(errors="replace").strip())
-            if text:
+        pieces = re.split(rb"(?<=[\r\n])", child.partial + data)
+        child.partial = pieces.pop()[-LINE_BYTES_MAX:]
+        for piece in pieces:
+            overwritten = piece.endswith(b"\r")  # a progress bar; now and then is enough
+            text = text_for_people(piece.decode(errors="replace").strip())
+            if text and not (overwritten and self._now_s() < child.shown_s + PROGRESS_S):
+                child.shown_s = self._now_s()
                 self._say(f"{child.spec.name}: {text[:200]}")
 
     def _close_output(self, child: Child) -> None:

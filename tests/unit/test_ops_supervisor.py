@@ -31,6 +31,7 @@ CHILD = """
 import http.server, json, os, pathlib, sys, threading
 data, port, mode = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 print("loading 50 %", flush=True)
+print("".join("bar %d\\r" % number for number in range(1000)), flush=True)
 print('{"event": "noise"}', flush=True)
 print('{"event": "progress", "message": "half way"}', flush=True)
 if mode == "broken":
@@ -136,6 +137,7 @@ def test_progress_of_a_starting_child_is_shown_but_not_its_records(tmp_path: Pat
     running.supervisor._stop_all()
     assert "one: loading 50 %" in running.said
     assert "one: half way" in running.said
+    assert sum("bar" in line for line in running.said) <= 2
     assert not any("noise" in line for line in running.said)
     assert '{"event": "noise"}' in (tmp_path / "logs" / "one.log").read_text()
 
