@@ -82,7 +82,7 @@ def usage_of(job: Job, progress: Progress, class_name: str) -> dict[str, Any]:
         "reprise": {
             "request_id": job.request_id,
             "way": reuse.way,
-            "exact": reuse.exact,
+            "exact": progress.exact,
             "replayed_tokens": reuse.replayed_tokens,
             "reason": reuse.reason,
             "traffic_class": class_name,

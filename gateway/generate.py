@@ -71,9 +71,13 @@ class Waits:
 
 @dataclass(slots=True)
 class Progress:
-    """What happened so far: the numbers behind usage, log line and metrics."""
+    """What happened so far: the numbers behind usage, log line and metrics.
+
+    ``exact``: every token so far is what a cold run would give, whichever worker chose it.
+    """
 
     first: FirstToken | None = None
+    exact: bool = True
     ttft_s: float = 0.0
     generated: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -207,6 +211,7 @@ class Generation:
         _check_reuse(event.reuse, len(job.tokens))
         self._prefill = stream
         self.progress.first = event
+        self.progress.exact = event.reuse.exact
         self.progress.prefill_worker = worker.url
 
     async def _hand_off(self) -> None:
@@ -249,6 +254,7 @@ class Generation:
                     for token in event.tokens:
                         self._check_token(token)  # all before any: a counted token's text is never dropped
                     self._stalled_s = None
+                    progress.exact &= event.exact
                     if piece := "".join([self._accept(token) for token in event.tokens]):
                         yield piece
                 await self._finish(stream)

@@ -22,7 +22,8 @@ class DecodeRole:
 
     def token_chosen(self, sequence: LiveSequence, token: int) -> None:
         """Stream each token as it is chosen."""
-        sequence.emit(Tokens(tokens=[token]))
+        assert sequence.reuse is not None
+        sequence.emit(Tokens(tokens=[token], exact=sequence.reuse.exact))
 
     def ended(self, sequence: LiveSequence, published: bool) -> None:
         """Say why the answer ended, and how it was resumed."""

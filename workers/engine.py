@@ -371,6 +371,8 @@ class Engine:
         sequence.next_publish = plan.publish_from
         if sequence.reuse is None or not sequence.generated:
             sequence.reuse = plan.reuse()  # counted once a request: not again after a preemption
+        elif not plan.exact:  # but what is chosen from now on is approximate, and so is the whole answer
+            sequence.reuse = sequence.reuse.model_copy(update={"exact": False})
         if plan.publish and sequence.ticket is None:
             traffic_class = TrafficClass(sequence.request.traffic_class)
             sequence.ticket = self._parts.publisher.ticket(sequence.space, traffic_class)

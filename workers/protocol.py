@@ -114,12 +114,15 @@ class HandedOff(Message):
 
 
 class Tokens(Message):
+    """``exact``: a cold run, given the tokens before, would choose these too. Once False it stays so in a stream."""
+
     event: Literal["tokens"] = "tokens"
     tokens: list[int]
+    exact: bool = True
 
 
 class Finished(Message):
-    """``resumed``: how the decode worker got the state to go on from."""
+    """``resumed``: how the decode worker got the state to go on from; ``exact`` False if any of its tokens was not."""
 
     event: Literal["finished"] = "finished"
     reason: Literal["stop", "length"]

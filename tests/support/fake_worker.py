@@ -76,6 +76,7 @@ class Behaviour:
     hand_off: bool = True
     delay_s: float = 0.0
     tokens_an_event: int = 1
+    exact: bool = True
     draining: bool = False
     wrong_reuse: bool = False
     wrong_token: bool = False
@@ -201,7 +202,12 @@ class FakeWorker:
     async def _decode(self, request: DecodeRequest) -> AsyncIterator[Message]:
         behaviour, prompt = self.behaviour, request.tokens[: request.prompt_tokens]
         resumed = Reuse(
-            prompt_tokens=len(request.tokens), hit_tokens=len(request.tokens), miss_tokens=0, way="state", reason="end"
+            prompt_tokens=len(request.tokens),
+            hit_tokens=len(request.tokens),
+            miss_tokens=0,
+            way="state" if behaviour.exact else "replay",
+            exact=behaviour.exact,
+            reason="end",
         )
         done = len(request.tokens) - request.prompt_tokens
         batch: list[int] = []
@@ -215,7 +221,7 @@ class FakeWorker:
             batch.append(_token(behaviour, prompt, done + count))
             stopped = batch[-1] in request.stop_token_ids
             if stopped or len(batch) >= behaviour.tokens_an_event or count + 1 == request.max_tokens:
-                yield Tokens(tokens=batch)
+                yield Tokens(tokens=batch, exact=behaviour.exact)
                 batch = []
             if stopped:
                 yield Finished(reason="stop", resumed=resumed)

@@ -170,6 +170,36 @@ def test_bounded_replay_is_flagged_wherever_it_goes(store: MemoryStore) -> None:
         assert {block.flags for block in store._blocks.values()} == {0}
 
 
+def test_tokens_chosen_after_a_bounded_resume_are_not_called_exact(store: MemoryStore) -> None:
+    """The prompt was exact, its state is gone: what decode chooses after a bounded replay says so, token by token."""
+    with bench(store) as worker:
+        first = worker.prefill(TOKENS[:100])
+        assert first.reuse.exact
+        forget_states(store)
+        rest = worker.decode([*TOKENS[:100], first.first.token], 100, 5)
+        assert rest.reuse.way == "replay"
+        assert [event.exact for event in rest.of(Tokens)] == [False] * 5
+        assert not rest.reuse.exact
+        again = worker.decode([*TOKENS[:100], first.first.token], 100, 5, fidelity="exact")
+        assert [event.exact for event in again.of(Tokens)] == [True] * 5
+
+
+def test_a_preempted_answer_that_comes_back_by_a_bounded_replay_is_not_called_exact(store: MemoryStore) -> None:
+    """Exact until it gave way, approximate after: the account of the whole says approximate."""
+    with bench(store, pages=14) as worker:
+        answers = [worker.start_decode(TOKENS[begin : begin + 41], 40, 120)[1] for begin in range(0, 160, 40)]
+        worker.settle()
+        assert worker.engine.counts.preemptions > 0
+        wrong = [
+            answer
+            for begin, answer in zip(range(0, 160, 40), answers, strict=True)
+            if answer.tokens != HYBRID.expected(TOKENS[begin : begin + 41], 120)
+        ]
+        assert wrong, "no answer came back by a bounded replay"
+        assert not any(answer.reuse.exact for answer in wrong)
+        assert all(answer.of(Tokens)[0].exact and not answer.of(Tokens)[-1].exact for answer in wrong)
+
+
 def test_bounded_replay_serves_stored_global_keys(store: MemoryStore) -> None:
     """The answer is that of a forward over exact global KV whose windows begin at the replay: what the replay computes
     for the global layers is dropped, never put in the place of what was stored."""
