@@ -24,6 +24,8 @@ NAME_BYTES_MAX = 512
 """Model names, revisions, tenants, owners (UTF-8)."""
 SPACES_MAX = 65_536
 """Spaces a store registers; the next one is refused (Overloaded)."""
+PIN_UNTIL_S_MAX = 2**40
+"""Latest end of a pin, seconds since the epoch; a later one is a ValueError (0 is a pin without an end)."""
 
 # One call
 LOOKUP_KEYS_MAX = 32_768

@@ -405,6 +405,8 @@ class MemoryStore:
             return self.delete(space_id, [key for key, block in self._blocks.items() if block.space_id == space_id])
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
+        if any(not 0 <= item.until_s <= limits.PIN_UNTIL_S_MAX for item in pins):
+            raise ValueError("a pin ends at a time in seconds since the epoch, or never (0)")
         with self._lock:
             found = [item for item in pins if self._is_live(self._blocks.get(item.key))]
             found = [item for item in found if self._blocks[item.key].space_id == item.space_id]

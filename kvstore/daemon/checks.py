@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_TOKENS_MAX, NAME_BYTES_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PIN_UNTIL_S_MAX
 from kvstore.store import FLAGS_KNOWN, AckLevel, BlockPut, Pin
 from kvstore.traffic import CLASS_MAX, ClassRules
 
@@ -27,8 +27,8 @@ def check_pins(pins: Sequence[Pin]) -> None:
     for pin in pins:
         if len(pin.owner.encode()) > NAME_BYTES_MAX or len(pin.reason.encode()) > NAME_BYTES_MAX:
             raise ValueError(f"owner and reason of a pin have at most {NAME_BYTES_MAX} bytes each")
-        if pin.until_s < 0:
-            raise ValueError("a pin ends at a time in seconds since the epoch, or at 0: never")
+        if not 0 <= pin.until_s <= PIN_UNTIL_S_MAX:
+            raise ValueError(f"a pin ends at 1..{PIN_UNTIL_S_MAX} s since the epoch, or never (0): not {pin.until_s}")
 
 
 def check_rules(rules: ClassRules | None, capacity_bytes: int) -> None:

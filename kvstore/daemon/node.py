@@ -1,8 +1,9 @@
 """The node: every shard of a host, the state pool and the catalog, as one ``Store``.
 
 Owns the choice of shard, the checks of arguments, and the background sweep. Does not know sockets. Invariants: a
-block lies in one shard (where it is, or by rendezvous of its route); reads ask every shard, so that adding a data
-directory loses nothing; policy, spaces and pins are in the catalog before they are in force.
+block lies in one shard (where it is, or by rendezvous of its route); reads ask every shard, and the catalog may lie in
+any directory, so that adding a directory or naming them in another order loses nothing; policy, spaces and pins are in
+the catalog before they are in force.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from kvstore.limits import (
     LOOKUP_KEYS_MAX,
     PAYLOAD_BYTES_MAX,
     SCAN_PAGE_MAX,
-    SPACES_MAX,
     STATE_BYTES_MAX,
     STATE_POOL_BYTES_DEFAULT,
     STATE_TTL_S_DEFAULT,
@@ -135,7 +135,9 @@ class Node:
             layouts = [_layout(volume, config) for volume in opened]
             check_rules(rules, sum(layout.capacity_bytes for layout in layouts))
             initial = Policy(1, rules, policy_text) if rules is not None else None
-            catalog = Catalog.open(opened[0].catalog_path, layouts[0].catalog_budget_bytes, initial)
+            paths = [volume.catalog_path for volume in opened]
+            path = next((path for path in paths if path.exists()), paths[0])
+            catalog = Catalog.open(path, layouts[0].catalog_budget_bytes, initial)
             in_force = catalog.content.policy
             if rules is not None and in_force.rules != rules:
                 log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
@@ -171,9 +173,14 @@ class Node:
         with self._catalog_lock:
             spaces = self._catalog.content.spaces
             if name not in spaces:
-                if len(spaces) >= SPACES_MAX:
-                    raise Overloaded(f"the store has {SPACES_MAX} spaces; purge one before adding another", 60.0)
-                self._catalog.update(spaces={**spaces, name: space})
+                try:
+                    self._catalog.update(spaces={**spaces, name: space})
+                except Overloaded:
+                    used = self._spaces_in_use()
+                    if len(used) == len(spaces):
+                        raise
+                    log.info("spaces_forgotten count=%d: they held no blocks", len(spaces) - len(used))
+                    self._catalog.update(spaces={**used, name: space})
         return name
 
     def lookup(
@@ -331,7 +338,8 @@ class Node:
         self._check_open()
         if not 1 <= limit <= SCAN_PAGE_MAX:
             raise ValueError(f"a page of a scan has 1..{SCAN_PAGE_MAX} blocks, not {limit}")
-        pages = [shard.scan(space_id, cursor, limit + 1) for shard in self._shards]
+        now_s = self._clock.now_s()
+        pages = [shard.scan(space_id, cursor, limit + 1, now_s) for shard in self._shards]
         merged = heapq.merge(*pages, key=lambda info: info.key)
         found = list(islice(merged, limit + 1))
         page = found[:limit]
@@ -358,13 +366,11 @@ class Node:
         check_pins(pins)
         now_s = self._clock.now_s()
         with self._catalog_lock:
-            found = [
-                pin for pin in pins if any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
-            ]
+            found = [pin for pin in pins if self._is_alive(pin, now_s)]
             if found:
                 added = {(pin.space_id, pin.key): pin for pin in found}
                 self._save_pins({**self._catalog.content.pins, **added})
-        return len(found)
+            return sum(self._is_alive(pin, now_s) for pin in found)  # one may have been evicted just before
 
     def unpin(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
         self._check_open()
@@ -377,8 +383,7 @@ class Node:
         return [
             pin
             for pin in self._catalog.content.pins.values()
-            if (pin.until_s == 0 or pin.until_s > now_s)
-            and any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
+            if (pin.until_s == 0 or pin.until_s > now_s) and self._is_alive(pin, now_s)
         ]
 
     def policy(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> Policy:
@@ -484,6 +489,15 @@ class Node:
         if space_id not in self._catalog.content.spaces:
             raise SpaceUnknown(f"space {space_id.hex()} was never registered here: call register_space first")
 
+    def _is_alive(self, pin: Pin, now_s: float) -> bool:
+        """Whether the block of a pin is served now."""
+        return any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
+
+    def _spaces_in_use(self) -> dict[SpaceId, Space]:
+        """Registered spaces that hold blocks. A client registers another again with its next put."""
+        used = set().union(*(shard.spaces() for shard in self._shards))
+        return {name: space for name, space in self._catalog.content.spaces.items() if name in used}
+
     def _incoming(self, block: BlockPut, traffic_class: int, expected: int | None) -> Incoming | None:
         """The block as it shall be stored; None if its bytes are not those that were submitted."""
         payload = block.payload if isinstance(block.payload, bytes) else memoryview(block.payload).cast("B")
@@ -576,7 +590,7 @@ def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:
 
 
 def _pin_ends(pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> Pins:
-    return {place: pin.until_s or FOREVER_S for place, pin in pins.items()}
+    return {place: min(pin.until_s or FOREVER_S, FOREVER_S) for place, pin in pins.items()}
 
 
 def _by_class(effects: Sequence[ClassEffect], rules: ClassRules, value: Callable[[ClassEffect], int]) -> dict[str, int]:

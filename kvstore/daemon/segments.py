@@ -185,8 +185,11 @@ class SegmentSet:
                 segment.failed = False
 
     def close(self) -> None:
-        for segment in self.segments.values():
-            segment.close()
+        """Let go of the files, but not of one that is being read: its descriptor could soon be another file's."""
+        closing, self.segments = self.segments, {}
+        for segment in closing.values():
+            if not segment.leases:
+                segment.close()
 
     def _add(self, segment: Segment) -> None:
         self.segments = {**self.segments, segment.number: segment}

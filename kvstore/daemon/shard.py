@@ -38,7 +38,7 @@ from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system
 from kvstore.daemon.writer import Incoming, Writer
-from kvstore.errors import DeadlineExceeded, VolumeError
+from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import TOMBSTONES_MAX
 from kvstore.store import AckLevel, BlockInfo, ClassEffect, GetStatus, Presence, PutOutcome, Sighting
@@ -306,7 +306,13 @@ class Shard:
             raise VolumeError(f"the deletion could not be made durable: {problem}")
         return len(doomed)
 
-    def scan(self, space_id: SpaceId | None, cursor: bytes, limit: int) -> Iterator[BlockInfo]:
+    def spaces(self) -> set[SpaceId]:
+        """Spaces that have blocks here."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            return {SpaceId(row.tobytes()) for row in np.unique(presence.rows["space"][presence.used], axis=0)}
+
+    def scan(self, space_id: SpaceId | None, cursor: bytes, limit: int, now_s: float) -> Iterator[BlockInfo]:
         """Stored blocks beyond ``cursor`` in key order, at most ``limit``."""
         given = 0
         for key in self._ledger.index.keys_after(cursor):
@@ -314,7 +320,7 @@ class Shard:
                 slot = self._ledger.presence.slot(key)
                 if slot < 0 or not (space_id is None or self._ledger.presence.matches(slot, space_id, None)):
                     continue
-                info = self._info(key, slot)
+                info = self._info(key, slot, now_s)
             yield info
             given += 1
             if given == limit:
@@ -383,12 +389,12 @@ class Shard:
         if not apply:
             return self._reclaimer.plan_sweep(now_s)
         swept = Swept()
-        with self._writer:
+        with self._writing(threading.TIMEOUT_MAX):
             self._ledger.segments.retry_failed()
             self._reclaimer.drop_vanished(now_s)
             numbers = [usage.segment for usage in self._reclaimer.due(now_s)]
         for number in numbers:
-            with self._writer:
+            with self._writing(threading.TIMEOUT_MAX):
                 self._reclaimer.sweep_segment(number, now_s, swept)
         self._ledger.compact_if_due()
         return swept
@@ -455,9 +461,11 @@ class Shard:
 
     @contextlib.contextmanager
     def _writing(self, deadline_s: float) -> Iterator[None]:
-        if not self._writer.acquire(timeout=max(0.0, deadline_s)):
+        if not self._writer.acquire(timeout=min(max(0.0, deadline_s), threading.TIMEOUT_MAX)):
             raise DeadlineExceeded("the shard's writer was busy until the deadline")
         try:
+            if self._ledger.index.closed:
+                raise Unavailable("the store is closing")
             yield
         finally:
             self._writer.release()
@@ -530,7 +538,7 @@ class Shard:
                     self._ledger.quarantine(block.name.key, place, now_s)
         return result
 
-    def _info(self, key: BlockKey, slot: int) -> BlockInfo:
+    def _info(self, key: BlockKey, slot: int, now_s: float) -> BlockInfo:
         presence = self._ledger.presence
         row = presence.rows[slot]
         pairs = zip(row["touch_class"], row["touch_s"], strict=True)
@@ -546,7 +554,7 @@ class Shard:
             written_s=int(row["written_s"]),
             keep_until_s=int(presence.keep_until_s[slot]),
             touches={int(class_byte): int(touch_s) for class_byte, touch_s in pairs if class_byte},
-            pinned=bool(presence.pin_until_s[slot] > 0),
+            pinned=bool(presence.pin_until_s[slot] > now_s),
             segment=int(row["segment"]),
         )
 

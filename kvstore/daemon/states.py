@@ -37,6 +37,10 @@ class _State:
     def pool_bytes(self) -> int:
         return len(self.payload) + _OVERHEAD_BYTES
 
+    def is_at(self, space_id: SpaceId, name: StateName) -> bool:
+        """Whether this is the state of that place: a key alone is not believed."""
+        return (self.space_id, self.parent, self.tail_tokens) == (space_id, name.parent, name.tail_tokens)
+
 
 class StatePool:
     """Thread-safe. ``ttl_s`` counts from the last put; reading keeps a state from eviction, not from its end."""
@@ -63,7 +67,8 @@ class StatePool:
         now_s = self._clock.now_s()
         with self._lock:
             known = self._live(name.key, now_s)
-            if known and known.flags & FLAG_APPROXIMATE < flags & FLAG_APPROXIMATE:
+            same = known is not None and known.is_at(space_id, name)
+            if known and same and known.flags & FLAG_APPROXIMATE < flags & FLAG_APPROXIMATE:
                 copy, checksum, flags = known.payload, known.checksum, known.flags
             self._drop(name.key)
             self._sequence += 1
@@ -78,11 +83,7 @@ class StatePool:
         """Payload and flags, verified; None if it is not here, is past its TTL, or belongs to another place."""
         with self._lock:
             state = self._live(name.key, self._clock.now_s())
-            if state is None or (state.space_id, state.parent, state.tail_tokens) != (
-                space_id,
-                name.parent,
-                name.tail_tokens,
-            ):
+            if state is None or not state.is_at(space_id, name):
                 self.misses += 1
                 return None
             self._states.move_to_end(name.key)
@@ -131,7 +132,7 @@ class StatePool:
         """Free what is past its TTL."""
         with self._lock:
             now_s = self._clock.now_s()
-            keys = [key for key, state in self._states.items() if state.until_s <= now_s]
+            keys = [key for key, state in self._states.items() if self._is_past(state, now_s)]
             for key in keys:
                 self._drop(key)
         return len(keys)
@@ -149,9 +150,13 @@ class StatePool:
                 "states_corrupt": self.corrupt,
             }
 
+    def _is_past(self, state: _State, now_s: float) -> bool:
+        """An end further off than two lives was set by a clock that has been put back since."""
+        return not now_s < state.until_s <= now_s + 2 * self._ttl_s
+
     def _live(self, key: StateKey, now_s: float) -> _State | None:
         state = self._states.get(key)
-        if state is not None and state.until_s <= now_s:
+        if state is not None and self._is_past(state, now_s):
             self._drop(key)
             return None
         return state
@@ -168,7 +173,7 @@ class StatePool:
     def _make_room(self, now_s: float) -> None:
         while self._used_bytes > self._pool_bytes:
             oldest = next(iter(self._states))
-            self.evicted += self._states[oldest].until_s > now_s
+            self.evicted += not self._is_past(self._states[oldest], now_s)
             self._drop(oldest)
 
     def _drop(self, key: StateKey) -> None:

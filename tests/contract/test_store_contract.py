@@ -309,6 +309,17 @@ def test_a_pin_holds_against_expiry(under_test: Subject, store: Any, space: Spac
     assert presences(store, chain) == {Presence.EXPIRED}
 
 
+def test_a_pin_until_an_impossible_time_is_refused_and_changes_nothing(store: Any, space: SpaceId) -> None:
+    """Neither a negative end nor one that no clock will reach is taken, and later pins work as before."""
+    chain = a_chain(space, 1)
+    put(store, chain)
+    for until_s in (-1, limits.PIN_UNTIL_S_MAX + 1, 10**30):
+        with pytest.raises(ValueError, match="pin"):
+            store.pin([Pin(space, chain.names[0].key, "operator", "", until_s)])
+    assert store.pins() == []
+    assert store.pin([Pin(space, chain.names[0].key, "operator", "", limits.PIN_UNTIL_S_MAX)]) == 1
+
+
 def test_a_pin_with_an_end_ends(under_test: Subject, store: Any, space: SpaceId) -> None:
     chain = a_chain(space, 1)
     put(store, chain)

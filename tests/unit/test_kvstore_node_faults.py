@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.daemon.fsck import check
-from kvstore.daemon.node import Node
-from kvstore.errors import VolumeError
-from kvstore.keys import SpaceId, TokenChain
-from kvstore.store import FLAG_APPROXIMATE, GetStatus, Presence, PutOutcome
-from kvstore.testing import ManualClock
+from kvstore.daemon.node import Node, NodeConfig
+from kvstore.errors import Overloaded, Unavailable, VolumeError
+from kvstore.keys import BlockName, SpaceId, TokenChain
+from kvstore.limits import MIB
+from kvstore.store import FLAG_APPROXIMATE, GetStatus, Pin, Presence, PutOutcome
+from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, CHAT
 from tests.support.faults import FaultyFiles
 from tests.support.nodes import open_node, payload_of, puts_of, read
@@ -220,3 +223,87 @@ def test_readers_of_the_segments_are_not_disturbed_by_a_new_one(bench: Bench) ->
     next(seen)
     assert segments.begin(CHAT, 1, 0, spare=0) is not None
     assert list(seen) == []
+
+
+def test_spaces_without_blocks_make_room_for_new_ones(tmp_path: Path) -> None:
+    """A full catalog forgets the spaces that hold nothing, and refuses only when all of them do."""
+    node = open_node(tmp_path, ManualClock(), capacity_bytes=8 * MIB)
+    kept = node.register_space(a_space())
+    node.put(kept, puts_of(a_chain(kept, 1).names, 100), traffic_class=AGENT)
+    padding = "m" * 500
+    for number in range(150):
+        last = node.register_space(a_space(model=f"{padding}{number}", revision=padding))
+    assert len(node.spaces()) < 150
+    assert {kept, last} <= node.spaces().keys()
+
+    def fill_a_space(number: int) -> None:
+        space = node.register_space(a_space(model=f"{padding}{number}", revision=padding))
+        node.put(space, puts_of(a_chain(space, 1).names, 100), traffic_class=AGENT)
+
+    with pytest.raises(Overloaded):
+        list(map(fill_a_space, range(150)))
+    node.close()
+
+
+def test_directories_in_another_order_keep_policy_and_pins(tmp_path: Path) -> None:
+    clock = ManualClock()
+    paths = (tmp_path / "a", tmp_path / "b")
+    node = Node.open(NodeConfig(paths, 32 * MIB), clock, TEST_RULES, "first text")
+    space = node.register_space(a_space())
+    name = a_chain(space, 1).names[0]
+    node.put(space, puts_of([name], SIZE), traffic_class=AGENT)
+    assert node.pin([Pin(space, name.key, "owner", "reason")]) == 1
+    node.close()
+    node = Node.open(NodeConfig(paths[::-1], 32 * MIB), clock, TEST_RULES, "second text")
+    assert [pin.key for pin in node.pins()] == [name.key]
+    assert node.policy().text == "first text"
+    node.close()
+
+
+def test_an_ended_pin_is_not_told_as_one(bench: Bench) -> None:
+    chain, _ = bench.put(1, seed=1)
+    until_s = int(bench.clock.now_s()) + 10
+    bench.node.pin([Pin(bench.space, chain.names[0].key, "owner", "reason", until_s)])
+    assert bench.node.scan()[0][0].pinned
+    bench.clock.advance(10)
+    assert not bench.node.scan()[0][0].pinned
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_puts_that_meet_a_closing_node_are_refused_or_kept(tmp_path: Path, turn: int) -> None:
+    """Writers queue for the lock while the node closes: each put is stored for good, or ends with Unavailable; no write
+    reaches a file that was let go.
+    """
+    clock = ManualClock()
+    node = open_node(tmp_path, clock)
+    space = node.register_space(a_space())
+    stored: list[BlockName] = []
+    problems: list[Exception] = []
+
+    def work(number: int) -> None:
+        with contextlib.suppress(Unavailable):
+            for name in a_chain(space, 1000, seed=number).names:
+                if node.put(space, puts_of([name], SIZE), traffic_class=AGENT) == [PutOutcome.STORED]:
+                    stored.append(name)
+                read(node, space, name, SIZE)
+
+    def watched(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=watched, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    while len(stored) < 20 + turn:
+        time.sleep(0.001)
+    node.close()
+    for thread in threads:
+        thread.join(30)
+    assert problems == []
+    assert check(tmp_path / "volume-0").clean
+    node = open_node(tmp_path, clock)
+    assert {int(item) for item in node.lookup(space, stored).presence} <= {Presence.PRESENT, Presence.EVICTED}
+    assert node.stats()["quarantined"] == 0
+    node.close()

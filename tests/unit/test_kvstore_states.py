@@ -107,3 +107,26 @@ def test_purges_take_states_along_and_the_books_balance(by: str) -> None:
     removed = pool.drop_space(SPACE) if by == "space" else pool.drop_children(SPACE, frozenset([b"\x02" * 32]))
     assert removed == 5
     assert (pool.stats()["states"], pool.stats()["state_bytes"]) == (0, 0)
+
+
+def test_a_state_from_another_place_is_never_kept_for_this_one() -> None:
+    """An exact state outlives an approximate one of the same place only: a key alone is not believed."""
+    pool = a_pool(ManualClock())
+    pool.put(SPACE, a_name(1), b"exact", 0)
+    other = SpaceId(b"\x09" * 32)
+    pool.put(other, a_name(1), b"other", FLAG_APPROXIMATE)
+    assert pool.get(other, a_name(1)) == (b"other", FLAG_APPROXIMATE)
+    assert pool.get(SPACE, a_name(1)) is None
+
+
+def test_a_clock_that_was_far_ahead_gives_no_state_a_long_life() -> None:
+    """A state that was put while the clock ran ten years ahead is gone once the clock is right again."""
+    clock = ManualClock()
+    ahead = ManualClock(clock.now_s() + 10 * 365 * 86_400)
+    pool = a_pool(ahead)
+    pool.put(SPACE, a_name(1), b"state", 0)
+    pool._clock = clock
+    assert pool.get(SPACE, a_name(1)) is None
+    pool.put(SPACE, a_name(2), b"state", 0)
+    pool._clock = ManualClock(clock.now_s() - 2.0)
+    assert pool.get(SPACE, a_name(2)) == (b"state", 0)
