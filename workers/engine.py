@@ -361,7 +361,7 @@ class Engine:
         plan = fetched.plan
         self._loading.remove(sequence)
         sequence.plan = plan
-        sequence.fetched = replace(fetched, blocks=(), state=None)
+        sequence.account(replace(fetched, blocks=(), state=None))
         sequence.computed = plan.boundary if plan.triangular else plan.compute_start
         if plan.triangular:
             assert sequence.table is not None
@@ -369,10 +369,6 @@ class Engine:
                 self._parts.memory, sequence.tokens, sequence.table, plan.boundary, self._settings.limits.chunk_tokens
             )
         sequence.next_publish = plan.publish_from
-        if sequence.reuse is None or not sequence.generated:
-            sequence.reuse = plan.reuse()  # counted once a request: not again after a preemption
-        elif not plan.exact:  # but what is chosen from now on is approximate, and so is the whole answer
-            sequence.reuse = sequence.reuse.model_copy(update={"exact": False})
         if plan.publish and sequence.ticket is None:
             traffic_class = TrafficClass(sequence.request.traffic_class)
             sequence.ticket = self._parts.publisher.ticket(sequence.space, traffic_class)

@@ -7,7 +7,7 @@ the store. A sequence is changed on the engine's thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -58,7 +58,8 @@ class LiveSequence:
     """A request's tokens, its slots, and how far it is.
 
     ``computed``: tokens whose KV is in the slots. ``next_publish``: first block not yet offered to the store.
-    ``replay``: an exact replay that has not ended. ``reuse``: what the client is told; set once a request.
+    ``replay``: an exact replay that has not ended. ``reuse``: what the client is told, and ``fetched`` the fetch that
+    it is about; both set by ``account``.
     """
 
     __slots__ = (
@@ -123,6 +124,24 @@ class LiveSequence:
         self.end_reason = ""
         self.submitted_s = self.settle_by_s = 0.0
         self.queued_s = self.load_s = self.compute_s = 0.0
+
+    def account(self, fetched: Fetched) -> None:
+        """Take a fetch, without its payloads, into what the client is told: once a request, also if it gave way.
+
+        Coming back it finds what it had computed itself: no hit. A restore that gets less than the first one counts.
+        """
+        now = fetched.plan.reuse()
+        before = self.reuse
+        if before is None or self.fetched is None:
+            self.fetched, self.reuse = fetched, now
+            return
+        failed_loads = self.fetched.failed_loads + fetched.failed_loads
+        exact = now.exact and (before.exact or not self.generated)  # tokens chosen before stay what they were
+        kept = before
+        if not self.generated and now.hit_tokens < before.hit_tokens:
+            self.fetched, kept = fetched, now
+        self.fetched = replace(self.fetched, failed_loads=failed_loads)
+        self.reuse = kept.model_copy(update={"exact": exact})
 
     @property
     def remaining(self) -> int:
