@@ -176,11 +176,18 @@ class Fleet:
         worker.seen(load, began_s)
 
     def models(self) -> dict[str, ModelInfo]:
-        """Models by name, as the first worker that serves each tells; also of workers that do not answer now."""
+        """Models by name, as the first worker that serves each tells; also of workers that do not answer now.
+
+        The context is the shortest of the model's usable workers, since any of them may get the request.
+        """
+        known = [worker for worker in self._workers.values() if worker.info is not None]
         found: dict[str, ModelInfo] = {}
-        for worker in self._workers.values():
-            if worker.info is not None and (worker.info.name not in found or worker.usable):
-                found.setdefault(worker.info.name, worker.info)
+        for worker in sorted(known, key=lambda item: not item.usable):
+            info = worker.info
+            assert info is not None
+            first = found.setdefault(info.name, info)
+            if worker.usable and info.context_tokens < first.context_tokens:
+                found[info.name] = first.model_copy(update={"context_tokens": info.context_tokens})
         return found
 
     def ready_models(self) -> list[str]:

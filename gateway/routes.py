@@ -365,7 +365,7 @@ def _room(wanted: int | None, prompt: int, context: int) -> int:
     if prompt >= context or prompt + (wanted or 1) > context:
         asked = "" if wanted is None else f" and max_tokens is {wanted}"
         raise ContextExceeded(
-            f"the model's context is {context} tokens; the prompt has {prompt}{asked}: shorten either",
+            f"prompt and answer have at most {context} tokens here; the prompt has {prompt}{asked}: shorten either",
             param="messages" if wanted is None else "max_tokens",
         )
     return wanted if wanted is not None else context - prompt

@@ -143,7 +143,10 @@ WORKER_EVENT: TypeAdapter[FirstToken | HandedOff | Tokens | Finished | WorkerFai
 
 
 class ModelInfo(Message):
-    """What a gateway must know of a worker's model. ``directory`` holds tokenizer and config (same host or disk)."""
+    """What a gateway must know of a worker's model. ``directory`` holds tokenizer and config (same host or disk).
+
+    ``context_tokens``: the longest sequence served here, by the model's context and the worker's KV memory.
+    """
 
     name: str
     role: Role

@@ -251,7 +251,7 @@ def compose(config: WorkerConfig, resolved: ResolvedModel, model: Model, store: 
         name=resolved.name,
         role=config.role,
         directory=str(resolved.directory.resolve()),
-        context_tokens=model.context_tokens,
+        context_tokens=min(model.context_tokens, slots.total_tokens),
         vocabulary=model.vocabulary,
         stop_token_ids=list(model.stop_token_ids),
         block_tokens=block_tokens,

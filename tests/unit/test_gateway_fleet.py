@@ -92,6 +92,21 @@ def test_a_failed_poll_makes_a_worker_unusable_until_the_next_good_one(fault: Ex
     assert client.models_asked == 2
 
 
+def test_a_models_context_is_what_every_usable_worker_can_hold() -> None:
+    """A worker with less KV memory than the others bounds what is accepted, for as long as it is used."""
+    clients = [FakeClient(context_tokens=tokens) for tokens in (100, 40, 70)]
+    workers = [
+        Worker(f"http://w{number}", frozenset({"prefill", "decode"}), client, client)
+        for number, client in enumerate(clients)
+    ]
+    fleet = Fleet(workers, now_s=Clock().now_s, poll_s=1.0)
+    for worker in workers:
+        asyncio.run(fleet.poll(worker))
+    assert fleet.models()["m"].context_tokens == 40
+    fleet.failed(workers[1])
+    assert fleet.models()["m"].context_tokens == 70
+
+
 def test_a_poll_that_began_before_a_failure_does_not_heal() -> None:
     """A request that finds the worker gone counts more than a poll that was already under way."""
     fleet, worker, client = make()

@@ -280,6 +280,24 @@ def test_memory_too_small_for_two_blocks_is_refused(tmp_path: Path) -> None:
         a_worker(tmp_path, kv_memory_bytes=1 << 20, block_tokens=4096)
 
 
+def test_context_is_bounded_by_what_the_memory_holds(start: Callable[..., Running]) -> None:
+    """A gateway that asks for all that fits must not ask for more than there is room for."""
+    running = start(kv_memory_bytes=1 << 20)
+    room = running.worker.load().kv_tokens_max
+    assert room < 4096
+    assert running.worker.info.context_tokens == room
+
+    async def scenario() -> None:
+        async with WorkerClient.open(running.address) as client:
+            first, _ = [event async for event in client.prefill(prefill_of(PROMPT))]
+            assert isinstance(first, FirstToken)
+            tokens = [*PROMPT, first.token]
+            events = [event async for event in client.decode(decode_of(tokens, len(PROMPT), room - len(tokens)))]
+            assert isinstance(events[-1], Finished)
+
+    asyncio.run(scenario())
+
+
 def test_nobody_there() -> None:
     """A refused connection is Unavailable, and not healthy."""
 
