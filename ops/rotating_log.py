@@ -1,7 +1,7 @@
 """A log file that cannot grow without bound: PATH, and PATH.1 with what came before.
 
 Owns the two files. Does not know what is written. Invariant: together they hold at most twice ``bytes_max`` and one
-write more.
+write more. A disk that refuses costs lines, which are counted; writing never raises.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class RotatingLog:
         self._file = file
         self._bytes_max = bytes_max
         self._size = file.tell()
+        self.dropped_bytes = 0
 
     @classmethod
     def open(cls, path: Path, bytes_max: int = LOG_BYTES_MAX) -> RotatingLog:
@@ -31,20 +32,32 @@ class RotatingLog:
     def write(self, data: bytes) -> None:
         if self._size and self._size + len(data) > self._bytes_max:
             self._rotate()
-        self._file.write(data)
-        self._size += len(data)
+        try:
+            written = self._file.write(data)
+        except OSError:
+            written = 0
+        self._size += written
+        self.dropped_bytes += len(data) - written
 
     def tail(self, lines: int, bytes_max: int = 16_384) -> list[str]:
-        """The last lines, from at most ``bytes_max`` bytes."""
-        with self.path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+        """The last lines, from at most ``bytes_max`` bytes; none where the file cannot be read."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
+                return file.read(bytes_max).decode(errors="replace").splitlines()[-lines:]
+        except OSError:
+            return []
 
     def close(self) -> None:
         self._file.close()
 
     def _rotate(self) -> None:
+        """Begin a new file; where that fails the old one goes on, until its size asks again."""
+        try:
+            self.path.replace(self.path.with_name(self.path.name + ".1"))
+            file = self.path.open("ab", buffering=0)
+        except OSError:
+            self._size = 0
+            return
         self._file.close()
-        self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("ab", buffering=0)
-        self._size = 0
+        self._file, self._size = file, 0

@@ -5,7 +5,7 @@ says that it listens (``endpoints.json`` in its data directory) and which URL te
 
 Invariants: one thread, no wait without a bound; a child that dies is started again after a back-off that doubles up to
 a minute; a child that was never healthy is given up after a few tries, since waiting will not mend a wrong option; no
-child outlives the supervisor, even one killed with SIGKILL.
+child outlives the supervisor, even one killed with SIGKILL; a full disk costs log lines, never a child.
 """
 
 from __future__ import annotations
@@ -135,6 +135,21 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def launch(data: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a child whose output comes through a pipe; its old endpoints are gone before. Raises OSError."""
+    (data / "endpoints.json").unlink(missing_ok=True)
+    data.mkdir(parents=True, exist_ok=True)
+    parent = os.getpid()
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches the supervisor only, which stops the children in order
+        preexec_fn=lambda: die_with_parent(parent),
+    )
+
+
 class Supervisor:
     """Runs the children until it is told to stop. ``say`` prints one line for the operator."""
 
@@ -156,6 +171,7 @@ class Supervisor:
         self._signals = 0
         self._failed = False
         self._announced = False
+        self._state_stale = False
 
     def run(self) -> int:
         """Start all, keep them running, stop all on SIGTERM, SIGINT or SIGHUP. Returns the exit status."""
@@ -190,18 +206,12 @@ class Supervisor:
         ready = all(other.endpoints is not None and other.was_healthy for other in needed)
         if child.state is not ChildState.WAITING or not ready or self._now_s() < child.not_before_s:
             return
-        (child.spec.data / "endpoints.json").unlink(missing_ok=True)
-        child.spec.data.mkdir(parents=True, exist_ok=True)
         command = child.spec.command({other.spec.name: other.endpoints or {} for other in needed}, child.endpoints)
-        parent = os.getpid()
-        child.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the supervisor only, which stops the children in order
-            preexec_fn=lambda: die_with_parent(parent),
-        )
+        try:
+            child.process = launch(child.spec.data, command)
+        except OSError as error:  # no memory, no processes, no disk: that may pass
+            self._wait_before_next_start(child, f"could not be started ({error})")
+            return
         assert child.process.stdout is not None
         os.set_blocking(child.process.stdout.fileno(), False)
         self._selector.register(child.process.stdout, selectors.EVENT_READ, child)
@@ -233,12 +243,14 @@ class Supervisor:
         self._close_output(child)
         if child.state is ChildState.HEALTHY and self._now_s() - child.since_s > SETTLED_S:
             child.exits = 0
-        child.exits += 1
         child.process = None
+        self._wait_before_next_start(child, describe_exit(process.returncode))
+
+    def _wait_before_next_start(self, child: Child, how: str) -> None:
+        child.exits += 1
         child.state = ChildState.WAITING
         delay_s = backoff_s(child.exits)
         child.not_before_s = self._now_s() + delay_s
-        how = describe_exit(process.returncode)
         if not child.was_healthy and child.exits >= FAILED_STARTS_MAX:
             self._failed = True
             self._say(f"{child.spec.name} {how} {child.exits} times and was never healthy; giving up. Its log ends:")
@@ -331,25 +343,27 @@ class Supervisor:
         return tuple((child.state, child.process and child.process.pid) for child in self.children.values())
 
     def _write_state(self) -> None:
-        write_json(
-            self._state_path,
-            {
-                "version": STATE_VERSION,
-                "pid": os.getpid(),
-                **self._facts,
-                "children": {
-                    name: {
-                        "state": child.state.value,
-                        "pid": child.process.pid if child.process else None,
-                        "starts": child.starts,
-                        "endpoints": child.endpoints,
-                        "data": str(child.spec.data),
-                        "log": str(child.log.path),
-                    }
-                    for name, child in self.children.items()
-                },
-            },
-        )
+        """Best effort: on a full disk the children matter more than the file that describes them."""
+        children = {
+            name: {
+                "state": child.state.value,
+                "pid": child.process.pid if child.process else None,
+                "starts": child.starts,
+                "endpoints": child.endpoints,
+                "data": str(child.spec.data),
+                "log": str(child.log.path),
+            }
+            for name, child in self.children.items()
+        }
+        state = {"version": STATE_VERSION, "pid": os.getpid(), **self._facts, "children": children}
+        try:
+            write_json(self._state_path, state)
+        except OSError as error:
+            if not self._state_stale:
+                self._say(f"cannot write {self._state_path}, which is out of date from now on: {error}")
+            self._state_stale = True
+        else:
+            self._state_stale = False
 
     @contextlib.contextmanager
     def _handled_signals(self) -> Iterator[None]:

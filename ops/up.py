@@ -11,6 +11,7 @@ after a restart; what a child logs lies under the data directory, bounded.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sys
@@ -259,7 +260,9 @@ def run(config: UpConfig) -> int:
 
 
 def say(line: str) -> None:
-    print(f"[up] {line}", flush=True)
+    """One line for the operator, who may have gone (a closed terminal): the service goes on without."""
+    with contextlib.suppress(OSError):
+        print(f"[up] {line}", flush=True)
 
 
 @app.command(help="Run a store node, a prefill worker, a decode worker and the gateway on this machine, supervised.")

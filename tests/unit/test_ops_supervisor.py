@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,33 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyt
     assert "one did not stop in time; killing it" in running.said
 
 
+def test_a_full_disk_costs_log_lines_not_the_service(tmp_path: Path) -> None:
+    """Neither a log nor the state file can be written: children run all the same, and it is said once."""
+    child = make_child(tmp_path, "store")
+    child.log.close()
+    child.log = RotatingLog.open(Path("/dev/full"))
+    running = Running(tmp_path / "not-there", child)
+    try:
+        running.until(running.all_healthy)
+        child.process.kill()  # type: ignore[union-attr]
+        running.until(lambda: running.all_healthy() and child.starts == 2)
+    finally:
+        running.supervisor._stop_all()
+    assert child.log.dropped_bytes > 0
+    assert len([line for line in running.said if "up.json" in line]) == 1
+    assert child.state is ChildState.STOPPED
+
+
+def test_a_child_that_cannot_even_be_started_is_given_up_with_the_reason(tmp_path: Path) -> None:
+    """The machine refuses the process: the others are not torn down by a traceback, and the reason is told."""
+    child = make_child(tmp_path, "store")
+    broken = replace(child.spec, command=lambda _needed, _own: ["/no/such/interpreter"])
+    running = Running(tmp_path, Child(broken, child.log))
+    running.until(lambda: running.supervisor._failed)
+    running.supervisor._stop_all()
+    assert "/no/such/interpreter" in running.said[0]
+
+
 def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     """SIGKILL of the supervisor leaves no child behind."""
     script = (
@@ -191,6 +219,17 @@ def test_backoff_doubles_up_to_its_bound() -> None:
 def test_exits_are_named(code: int, text: str) -> None:
     """An exit status is told in words."""
     assert describe_exit(code) == text
+
+
+def test_a_log_outlives_a_rotation_that_fails(tmp_path: Path) -> None:
+    """The folder is gone when the file is full: lines go on into the file that is open."""
+    log = RotatingLog.open(tmp_path / "logs" / "a.log", bytes_max=100)
+    log.write(b"x" * 90)
+    (tmp_path / "logs").rename(tmp_path / "moved")
+    log.write(b"y" * 90)
+    log.write(b"z")
+    log.close()
+    assert (tmp_path / "moved" / "a.log").read_bytes().endswith(b"z")
 
 
 def test_a_log_is_bounded_and_keeps_its_end(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ops.up import UNIX_PATH_BYTES_MAX, DataInUse, UpConfig, load_config, lock_data, specs, unix_path
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def write(path: Path, text: str) -> Path:
@@ -70,3 +75,15 @@ def test_a_second_up_on_the_same_data_is_refused(tmp_path: Path) -> None:
         lock_data(tmp_path)
     os.close(held)
     os.close(lock_data(tmp_path))
+
+
+def test_a_closed_terminal_does_not_stop_the_service() -> None:
+    """`reprise up | head` and a hung-up terminal: nobody reads what is said, and it goes on."""
+    code = "import sys; from ops.up import say\nfor _ in range(3): say('x')\nprint('alive', file=sys.stderr)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"alive" in process.stderr.read()
