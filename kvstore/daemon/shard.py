@@ -48,6 +48,8 @@ CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
 READ_ATTEMPTS = 3
 """A block that moves under a reader is looked for again: by chance twice, hardly thrice."""
+_PURGE_PAGE = 256
+"""Blocks that are forgotten under one hold of the ledger's lock: about a millisecond."""
 _TOMBSTONE_DISK_BYTES = 512
 
 log = logging.getLogger(__name__)
@@ -284,18 +286,13 @@ class Shard:
         Raises VolumeError if the disk did not take a mark: the blocks are gone from the index, but not yet for good.
         """
         with self._writing(deadline_s):
-            with self._ledger.lock:
-                presence = self._ledger.presence
-                if keys is None:
-                    keys = [presence.key(int(slot)) for slot in presence.in_space(space_id)]
-                doomed = [
-                    key
-                    for key in dict.fromkeys(keys)
-                    if (slot := presence.slot(key)) >= 0 and presence.matches(slot, space_id, None)
-                ]
-                problem = self._mark_purged(doomed, now_s)
-                self._ledger.forget(dict.fromkeys(doomed, Presence.PURGED), now_s)
-                self._ledger.counters.purged += len(doomed)
+            doomed = self._stored(space_id, keys)
+            problem: OSError | None = None
+            for begin in range(0, len(doomed), _PURGE_PAGE):
+                page = doomed[begin : begin + _PURGE_PAGE]
+                problem = self._mark_purged(page, now_s) or problem
+                self._ledger.forget(dict.fromkeys(page, Presence.PURGED), now_s)
+            self._ledger.counters.purged += len(doomed)
             try:
                 self._ledger.segments.settle()
                 self._ledger.segments.flush()
@@ -510,14 +507,28 @@ class Shard:
         counters.corrupt += 1
         return GetStatus.CORRUPT
 
+    def _stored(self, space_id: SpaceId, keys: Sequence[BlockKey] | None) -> list[BlockKey]:
+        """Those of the keys, or all (None), that are stored in the space, each once."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            if keys is None:
+                return [presence.key(int(slot)) for slot in presence.in_space(space_id)]
+            slots = {key: presence.slot(key) for key in keys}
+            return [key for key, slot in slots.items() if slot >= 0 and presence.matches(slot, space_id, None)]
+
     def _mark_purged(self, keys: Sequence[BlockKey], now_s: int) -> OSError | None:
+        """Mark on disk without the ledger's lock, so that nobody's lookup waits for the disk: in the writer's hands no
+        record moves, and no segment is recycled.
+        """
+        with self._ledger.lock:
+            slots = [self._ledger.presence.slot(key) for key in keys]
+            places = [self._ledger.place(slot) for slot in slots if slot >= 0]
         problem: OSError | None = None
-        for key in keys:
-            place = self._ledger.place(self._ledger.presence.slot(key))
+        for place in places:
             if place is None:
                 continue
             try:
-                self._ledger.mark(place, Mark(MarkReason.PURGED, now_s))
+                place.segment.mark(place.offset, Mark(MarkReason.PURGED, now_s))
             except OSError as error:
                 problem = error
         return problem
