@@ -2,7 +2,7 @@
 
 Owns the command's options and the order of start. Does not know the engine. Prints one JSON line when it is healthy,
 and one for each slow step before (model conversion, load). Exit codes: 0 after a drain, 2 for a configuration that
-cannot be used, 3 for a model that cannot be loaded, 1 for anything else.
+cannot be used, 3 for a model that cannot be loaded, 1 for a worker that broke and for anything else.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Owns the composition, the engine's thread and the order of starting and stopping. Does not know HTTP. Invariants: all
 tensor work happens on the engine's thread; a fault of the model fails the requests in flight (retryable: another worker
-may continue them) and, when it repeats, the worker says that it is broken instead of failing everything that comes.
+may continue them) and, when it repeats, the worker is broken for good: it takes nothing more, and its server ends, so
+that whoever supervises the process starts another.
 """
 
 from __future__ import annotations
@@ -132,6 +133,12 @@ class Worker:
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._steps()
+        finally:
+            self.broken |= not self._stopping.is_set()  # not even the failures could be told: nobody is served now
+
+    def _steps(self) -> None:
         faults = 0
         while not self._stopping.is_set():
             try:

@@ -2,7 +2,8 @@
 
 Owns routes, bounds of a body, authentication, streaming and the reaction to a client that goes away. Does not know the
 engine's inside. Invariants: a request that is refused gets a JSON error and touches nothing; a stream always ends with
-a last event, or with the connection; a client that leaves cancels its request within ``DISCONNECT_POLL_S``.
+a last event, or with the connection; a client that leaves cancels its request within ``DISCONNECT_POLL_S``; a worker
+that is broken ends its server.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import hmac
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import FrameType
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
+from starlette.types import Receive, Scope, Send
 
 from workers.errors import Rejected
 from workers.protocol import (
@@ -34,7 +36,7 @@ from workers.protocol import (
     WorkerFailure,
 )
 from workers.runtime import Worker
-from workers.sequence import Event, LiveSequence
+from workers.sequence import Event
 
 log = logging.getLogger(__name__)
 
@@ -124,27 +126,37 @@ async def _serve(worker: Worker, request: Request, kind: type[PrefillRequest] | 
             log.debug("event_after_close")
 
     sequence = worker.begin(message, emit)
-    return StreamingResponse(_stream(worker, request, sequence, events), media_type="application/x-ndjson")
+    return EventLines(_lines(worker, request, events), lambda: worker.cancel(sequence))
 
 
-async def _stream(
-    worker: Worker, request: Request, sequence: LiveSequence, events: asyncio.Queue[Event]
-) -> AsyncIterator[bytes]:
-    """Lines of events until the last one; whatever ends the stream earlier cancels the request."""
+class EventLines(StreamingResponse):
+    """Lines of events. However the answer ends, and even if it never began, the request is cancelled then."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, lines: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
+        super().__init__(lines)
+        self._cancel = cancel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()  # harmless once it has ended
+
+
+async def _lines(worker: Worker, request: Request, events: asyncio.Queue[Event]) -> AsyncIterator[bytes]:
+    """Events as lines until the last one, or until nobody listens or works any more."""
     ended = False
-    try:
-        while not ended:
-            try:
-                event = await asyncio.wait_for(events.get(), DISCONNECT_POLL_S)
-            except TimeoutError:
-                if await request.is_disconnected():
-                    return
-                continue
-            ended = isinstance(event, HandedOff | Finished | WorkerFailure)
-            yield event.model_dump_json().encode() + b"\n"
-    finally:
-        if not ended:
-            worker.cancel(sequence)
+    while not ended:
+        try:
+            event = await asyncio.wait_for(events.get(), DISCONNECT_POLL_S)
+        except TimeoutError:
+            if worker.broken or await request.is_disconnected():
+                return
+            continue
+        ended = isinstance(event, HandedOff | Finished | WorkerFailure)
+        yield event.model_dump_json().encode() + b"\n"
 
 
 async def _read_body(request: Request) -> bytes:
@@ -174,7 +186,7 @@ def _error(error: Rejected) -> JSONResponse:
 
 
 class WorkerServer(uvicorn.Server):
-    """uvicorn that tells the worker to drain as soon as a signal asks for the end."""
+    """uvicorn that tells the worker to drain as soon as a signal asks for the end, and that ends when it is broken."""
 
     def __init__(self, worker: Worker, token: str | None, drain_s: float) -> None:
         config = uvicorn.Config(
@@ -193,6 +205,12 @@ class WorkerServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._worker.draining = True
         super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._worker.broken:
+            log.error("worker_broken")
+            return True
+        return await super().on_tick(counter)
 
 
 def listen(host: str, port: int) -> socket.socket:

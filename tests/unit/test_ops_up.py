@@ -11,7 +11,6 @@ import pytest
 
 from ops.up import UNIX_PATH_BYTES_MAX, DataInUse, UpConfig, load_config, lock_data, specs, unix_path
 
-
 ROOT = Path(__file__).parents[2]
 
 

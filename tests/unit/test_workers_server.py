@@ -267,11 +267,75 @@ def test_worker_that_breaks_says_so(start: Callable[..., Running], monkeypatch: 
                     [event async for event in client.prefill(prefill_of(PROMPT))]
                 assert caught.value.retryable
             assert not await client.healthy()
-            with pytest.raises(Rejected, match="broken"):
-                [event async for event in client.prefill(prefill_of(PROMPT))]
+        with pytest.raises(Rejected, match="broken"):
+            running.worker.begin(prefill_of(PROMPT), lambda event: None)
         assert running.worker.load().kv_tokens == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", ["model", "thread"])
+def test_worker_that_breaks_ends_so_that_another_process_can_take_its_place(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Steps that break one after another, or an engine whose thread died: the server stops, and says it was broken."""
+    running = start()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(running.worker._engine._parts.model, "forward", broken)
+    if fault == "thread":
+        monkeypatch.setattr(running.worker._engine, "fail_all", broken)
+
+    async def scenario() -> None:
+        async with WorkerClient.open(running.address) as client:
+            for _ in range(3):
+                with contextlib.suppress(Failed, Unavailable, Rejected):
+                    [event async for event in client.prefill(prefill_of(PROMPT))]
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    running._thread.join(10)
+    assert not running._thread.is_alive()
+    assert running.worker.broken
+
+
+def test_client_that_left_before_its_answer_began_is_cancelled_too(tmp_path: Path) -> None:
+    """The connection is gone when the first byte would be sent: the request does not go on for nobody."""
+    worker = a_worker(tmp_path, kv_memory_bytes=8 << 20)
+    body = prefill_of(PROMPT).model_dump_json().encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": "/v1/prefill",
+        "raw_path": b"/v1/prefill",
+        "query_string": b"",
+        "headers": [],
+    }
+
+    async def scenario() -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(_message: Any) -> None:
+            await asyncio.sleep(0)
+
+        await module.create_app(worker)(scope, receive, send)
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+        assert worker.in_flight == 1  # nothing runs yet: the engine's thread was not started
+        worker.start()
+        ends_s = time.monotonic() + 10
+        while worker.in_flight and time.monotonic() < ends_s:
+            time.sleep(0.02)
+        assert (worker._engine.counts.cancelled, worker.in_flight) == (1, 0)
+    finally:
+        worker.close()
 
 
 def test_memory_too_small_for_two_blocks_is_refused(tmp_path: Path) -> None:
