@@ -218,6 +218,19 @@ def test_purge_of_a_tenant_takes_its_blocks_away(stack: Stack) -> None:
     assert stack.complete(prompt).hit > 0
 
 
+def test_purge_of_one_user_leaves_the_tenant(stack: Stack) -> None:
+    """A user of a tenant is purged by the name that the runbook tells; the tenant's own blocks stay."""
+    prompt = unlike("purge a user")
+    stack.complete(prompt)
+    stack.complete(prompt, user="carol")
+    assert stack.complete(prompt, user="carol").hit > 0
+    name = "5:alice/5:carol"
+    done = stack.reprise("retention", "purge", "--tenant", name, "--apply", "--yes", "--store", stack.store)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert stack.complete(prompt, user="carol").hit == 0
+    assert stack.complete(prompt).hit > 0
+
+
 def test_a_second_up_on_the_same_data_is_refused(stack: Stack) -> None:
     """The refusal names the directory and leaves the running one alone."""
     done = stack.reprise("up", "--data", str(stack.data))
