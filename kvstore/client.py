@@ -65,7 +65,9 @@ class StoreClient:
         self._fleet = fleet
         self._lock = threading.Lock()
         self._spaces: dict[SpaceId, Space] = {}
-        self._counts = dict.fromkeys(("blocks_got", "corrupt", "late", "unreachable", "refused", "altered"), 0)
+        self._counts = dict.fromkeys(
+            ("blocks_got", "corrupt", "overtaken", "late", "unreachable", "refused", "altered"), 0
+        )
 
     @classmethod
     def connect(
@@ -181,7 +183,11 @@ class StoreClient:
         return statuses
 
     def _get_from(self, node: int, space_id: SpaceId, scatter: receive.Scatter, ends_s: float) -> None:
-        """One get from one node; corrupt blocks are reported to it afterwards."""
+        """One get from one node; corrupt blocks are reported to it afterwards.
+
+        Bytes in a socket are still pages of the file: a segment that is recycled before they are read changes them on
+        their way. So a block that its node finds gone, or good, is a miss.
+        """
         body = wire.encode_get(space_id, scatter.names, [len(view) for view in scatter.views])
         try:
             self._fleet.exchange(node, Call(wire.Opcode.GET, body, bulk=True), ends_s, scatter.take)
@@ -192,18 +198,23 @@ class StoreClient:
             scatter.settle(GetStatus.UNREACHABLE)
             raise
         scatter.settle()
-        for name, status in zip(scatter.names, scatter.statuses, strict=True):
-            if status == GetStatus.CORRUPT:
-                self._report_corrupt(node, space_id, name)
+        for at, status in enumerate(scatter.statuses):
+            if status == GetStatus.CORRUPT and not self._report_corrupt(node, space_id, scatter.names[at]):
+                scatter.statuses[at] = GetStatus.MISS
 
-    def _report_corrupt(self, node: int, space_id: SpaceId, name: BlockName) -> None:
-        """Tell the node, which looks for itself; it is no fault of the reader if that fails."""
-        self._count("corrupt", 1)
+    def _report_corrupt(self, node: int, space_id: SpaceId, name: BlockName) -> bool:
+        """Tell the node, which looks for itself; False if it found no bad block. It is no fault of the reader if that
+        fails.
+        """
         args = {"space_id": space_id.hex(), "name": control.name_to_json(name)}
+        bad = True
         try:
-            self._fleet.control(node, "report_corrupt", args, self._fleet.monotonic() + REPORT_S, insist=False)
+            ends_s = self._fleet.monotonic() + REPORT_S
+            bad = self._fleet.control(node, "report_corrupt", args, ends_s, insist=False) is not False
         except (StoreError, ValueError):
             self._count("unreachable", 1)
+        self._count("corrupt" if bad else "overtaken", 1)
+        return bad
 
     def put(
         self,

@@ -1,0 +1,204 @@
+"""The data plane over a node on disk: peers that go away in the middle, many at once, and new ones after a restart."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from kvstore import limits, receive, wire
+from kvstore.daemon.admission import Admission
+from kvstore.daemon.node import Node, NodeConfig
+from kvstore.daemon.server import Server
+from kvstore.framing import Channel
+from kvstore.keys import KEY_ALGORITHM
+from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
+from kvstore.testing import TEST_RULES, ManualClock
+from kvstore.traffic import AGENT
+from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
+from tests.support.stores import client_of, served, short_dir
+
+HELLO = wire.encode_frame(wire.Opcode.HELLO, 1, wire.encode_hello(wire.Hello(wire.VERSION, KEY_ALGORITHM, b"", "")))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_dir() as path:
+        yield path
+
+
+def open_large(folder: Path, clock: ManualClock, capacity_bytes: int) -> Node:
+    """A node whose segments hold several blocks of a MiB."""
+    config = NodeConfig(directories=(folder / "data",), capacity_bytes=capacity_bytes, segment_bytes=8 * limits.MIB)
+    return Node.open(config, clock, TEST_RULES)
+
+
+def connect(server: Server) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10)
+    sock.connect(server.addresses[1].removeprefix("unix:"))
+    return sock
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_gets_that_are_cut_off_hold_nothing(folder: Path) -> None:
+    """Peers that ask for 32 MiB and go away before, during and after the answer, or never read it: no lease is left,
+    and every block can be evicted."""
+    clock = ManualClock()
+    node = open_large(folder, clock, 64 * limits.MIB)
+    with served(node, folder, frame_s=0.5) as server:
+        space = node.register_space(a_space())
+        names = a_chain(space, 32).names
+        node.put(space, [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in names], traffic_class=AGENT)
+        body = wire.encode_get(space, names, [limits.MIB] * 32)
+        frame = HELLO + wire.encode_frame(wire.Opcode.GET, 2, body, deadline_ms=200)
+        for wanted in (0, 100, 5000, 3 * limits.MIB):
+            with connect(server) as sock:
+                sock.sendall(frame)
+                while wanted > 0 and (part := sock.recv(min(wanted, 65_536))):
+                    wanted -= len(part)
+        with connect(server) as deaf:
+            deaf.sendall(frame)
+            wait_for(lambda: server.connections == 0)
+        assert node.stats()["leases"] == 0
+        for seed in range(1, 10):
+            puts = [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in a_chain(space, 16, seed=seed).names]
+            assert set(node.put(space, puts, traffic_class=AGENT)) == {PutOutcome.STORED}
+        assert set(node.lookup(space, names).presence.tolist()) == {Presence.EVICTED}
+    node.close()
+
+
+def test_a_put_that_is_cut_off_takes_no_room_and_blocks_no_key(folder: Path) -> None:
+    """A peer dies in every part of a put: nothing is stored, no memory is lent, and the same keys are puttable."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    admission = Admission(budget_bytes=8 * limits.MIB, buffer_bytes=limits.MIB)
+    with served(node, folder, admission=admission) as server:
+        space = node.register_space(a_space())
+        names = a_chain(space, 4).names
+        before = node.accounting()
+        rows = [wire.PutRow(name, BLOCK_TOKENS, 100_000, 0, 0) for name in names]
+        body = wire.encode_put(space, AGENT, "os", rows)
+        whole = HELLO + wire.encode_frame(wire.Opcode.PUT, 2, body, payload_bytes=400_000) + bytes(400_000)
+        for cut in (len(HELLO) + 10, len(whole) - 400_001, len(whole) - 399_000, len(whole) - 250_000, len(whole) - 1):
+            with connect(server) as sock:
+                sock.sendall(whole[:cut])
+        wait_for(lambda: server.connections == 0)
+        assert node.accounting() == before
+        assert admission.lent_bytes == 0
+        with client_of(server.addresses[1]) as client:
+            puts = [BlockPut(name, BLOCK_TOKENS, os.urandom(100_000)) for name in names]
+            assert client.put(space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 4
+    node.close()
+
+
+def test_blocks_come_back_to_a_new_client_in_any_order(folder: Path) -> None:
+    """Put in one order by one client, asked for in others by another after a restart: each buffer has its own block."""
+    clock, drawn = ManualClock(), random.Random(3)
+    with short_dir() as first:
+        node = open_large(folder, clock, 64 * limits.MIB)
+        space = node.register_space(a_space())
+        chain = a_chain(space, 40)
+        payloads = {name.key: os.urandom(30_000) for name in chain.names}
+        with served(node, first) as server, client_of(server.addresses[0]) as client:
+            for name in drawn.sample(chain.names, 40):
+                client.put(space, [BlockPut(name, BLOCK_TOKENS, payloads[name.key])], traffic_class=AGENT)
+        node.close()
+    node = open_large(folder, clock, 64 * limits.MIB)
+    with served(node, folder) as server, client_of(server.addresses[1]) as client:
+        for _ in range(10):
+            asked = drawn.sample(chain.names, drawn.randint(1, 40))
+            asked.append(asked[0])
+            buffers = [bytearray(30_000) for _ in asked]
+            assert client.get_into(space, asked, buffers) == [GetStatus.OK] * len(asked)
+            assert [bytes(buffer) for buffer in buffers] == [payloads[name.key] for name in asked]
+    node.close()
+
+
+def test_a_segment_recycled_before_its_bytes_are_read_is_a_miss(folder: Path) -> None:
+    """A peer takes its time over an answer whose blocks are evicted and overwritten meanwhile: what arrives is right or
+    a miss, and nobody is told of corruption, for there is none."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    with served(node, folder) as server, client_of(server.addresses[1]) as client:
+        space = client.register_space(a_space())
+        names = a_chain(space, 6).names
+        payloads = [os.urandom(200_000) for _ in names]
+        puts = [BlockPut(name, BLOCK_TOKENS, data) for name, data in zip(names, payloads, strict=True)]
+        client.put(space, puts, traffic_class=AGENT)
+
+        class Late(receive.Scatter):
+            def take(self, channel: Channel, header: wire.Header, body: bytes) -> None:
+                wait_for(lambda: node.stats()["leases"] == 0)
+                for seed in range(1, 12):
+                    blocks = a_chain(space, 16, seed=seed).names
+                    later = [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in blocks]
+                    node.put(space, later, traffic_class=AGENT)
+                super().take(channel, header, body)
+
+        scatter = Late(names[:3], [memoryview(bytearray(200_000)) for _ in range(3)])
+        client._get_from(0, space, scatter, time.monotonic() + 30)
+        assert set(node.lookup(space, names).presence.tolist()) == {Presence.EVICTED}
+        for status, view, payload in zip(scatter.statuses, scatter.views, payloads, strict=False):
+            assert status in (GetStatus.OK, GetStatus.MISS)
+            assert view == (payload if status == GetStatus.OK else bytes(200_000))
+        assert GetStatus.MISS in scatter.statuses
+        counts = client.stats()["client"]
+        assert (counts["corrupt"], counts["overtaken"]) == (0, scatter.statuses.count(GetStatus.MISS))
+        assert node.stats()["quarantined"] == 0
+    node.close()
+
+
+def test_sixty_four_clients_of_large_blocks_get_no_other_bytes(folder: Path) -> None:
+    """Blocks of a MiB, put and read by 64 threads in a store that holds half of them, so that segments are recycled
+    under their readers: every digest of what is returned is right."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    with served(node, folder) as server, client_of(server.addresses[1], connections_per_node=8) as client:
+        space = client.register_space(a_space())
+        names = a_chain(space, 96).names
+        payloads = [os.urandom(limits.MIB) for _ in names]
+        digests = [xxhash.xxh3_64_intdigest(payload) for payload in payloads]
+        wrong: list[str] = []
+        read: list[int] = []
+
+        def work(seed: int) -> None:
+            drawn = random.Random(seed)
+            for _ in range(8):
+                places = drawn.sample(range(96), 2)
+                puts = [BlockPut(names[place], BLOCK_TOKENS, payloads[place]) for place in places]
+                outcomes = client.put(space, puts, traffic_class=AGENT, deadline_s=60.0)
+                if set(outcomes) - {PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REFUSED}:
+                    wrong.append(f"{seed}: {outcomes}")
+                asked = [*places, *drawn.sample(range(96), 2)]
+                buffers = [bytearray(limits.MIB) for _ in asked]
+                statuses = client.get_into(space, [names[place] for place in asked], buffers, deadline_s=60.0)
+                for place, status, buffer in zip(asked, statuses, buffers, strict=True):
+                    if status not in (GetStatus.OK, GetStatus.MISS):
+                        wrong.append(f"{seed}: {status}")
+                    if status == GetStatus.OK:
+                        read.append(place)
+                        if xxhash.xxh3_64_intdigest(buffer) != digests[place]:
+                            wrong.append(f"{seed}: other bytes for block {place}")
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert wrong == []
+        assert len(read) > 200
+        wait_for(lambda: node.stats()["leases"] == 0)
+        assert node.stats()["segments_recycled"] > 10
+        assert (node.stats()["quarantined"], client.stats()["client"]["corrupt"]) == (0, 0)
+    node.close()
