@@ -81,6 +81,9 @@ class Files:
             return False
         return True
 
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 

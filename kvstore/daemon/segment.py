@@ -40,6 +40,8 @@ from kvstore.store import Buffer
 SEGMENT_VERSION = 1
 FIRST_RECORD = RECORD_ALIGN
 """The first page holds the segment's header and seal."""
+DRAFT_SUFFIX = ".new"
+"""Of a file that is being made; a start removes what a killed process left."""
 FREE = 0
 """Class byte of a segment that holds nothing."""
 
@@ -177,17 +179,23 @@ class Segment:
     def create(cls, files: Files, directory: Path, header: SegmentHeader) -> tuple[Segment, bool]:
         """A new file, preallocated as a whole; also whether the file system could. Raises OSError and
         leaves no file.
+
+        It gets its name when it is whole, so that a kill leaves no file that would be taken for a damaged segment.
         """
         path = segment_path(directory, header.segment)
-        fd = files.open(path, create=True)
+        draft = path.with_name(path.name + DRAFT_SUFFIX)
+        fd = files.open(draft, create=True)
         try:
             reserved = files.allocate(fd, header.segment_bytes)
             files.write(fd, [encode_segment_header(header)], 0)
+            files.rename(draft, path)
             sync_directory(directory)
         except OSError:
             with contextlib.suppress(OSError):
                 files.close(fd)
-                files.unlink(path)
+            for name in (draft, path):
+                with contextlib.suppress(OSError):
+                    files.unlink(name)
             raise
         return cls(files, path, fd, header, FIRST_RECORD, sealed=False), reserved
 
@@ -332,15 +340,14 @@ class Segment:
         Only damage that a record follows is reported: what follows the last record is the tail that was never written.
         """
         blind = not self.sealed and known_end == FIRST_RECORD
-        hole: Scanned | None = None
+        held: list[Scanned] = []
         limit = self.header.segment_bytes if blind else known_end
         for step in self.scan(FIRST_RECORD, limit, payloads=payloads or blind):
-            if step.header is None and blind:
-                hole = step
+            if blind and (step.header is None or step.payload_ok is False):
+                held.append(step)
                 continue
-            if hole is not None:
-                yield hole
-                hole = None
+            yield from held
+            held.clear()
             yield step
 
     def fill_hole(self, offset: int, hole_bytes: int, when_s: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.daemon.files import Files
-from kvstore.daemon.segment import FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
+from kvstore.daemon.segment import DRAFT_SUFFIX, FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
 from kvstore.errors import VolumeError
 
 SPARE_SEGMENTS = 1
@@ -64,6 +64,8 @@ class SegmentSet:
         """
         found = cls(files, directory, segment_bytes, segments_max, new_generation)
         directory.mkdir(exist_ok=True)
+        for draft in directory.glob(f"*{DRAFT_SUFFIX}"):
+            files.unlink(draft)
         for path in sorted(directory.glob("*.seg")):
             if not path.stem.isdigit() or segment_path(directory, int(path.stem)) != path:
                 continue

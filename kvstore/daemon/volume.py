@@ -135,8 +135,9 @@ class Volume:
             "segment_bytes": segment_bytes,
         }
         try:
-            self.segments_path.mkdir(exist_ok=True)
+            # First the format file: a directory with anything else and without it would be taken for a foreign one.
             write_atomically(self.path / FORMAT_NAME, json.dumps(content, indent=1).encode() + b"\n")
+            self.segments_path.mkdir(exist_ok=True)
             sync_directory(self.path)
         except OSError as error:
             raise VolumeError(f"data directory {self.path} cannot be used: {error.strerror}") from error

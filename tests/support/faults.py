@@ -51,6 +51,11 @@ class FaultyFiles(Files):
         self._strike("allocate", self._names.get(fd))
         return super().allocate(fd, count)
 
+    def rename(self, source: Path, target: Path) -> None:
+        self._strike("rename", target.name)
+        super().rename(source, target)
+        self._names = {fd: target.name if name == source.name else name for fd, name in self._names.items()}
+
     def unlink(self, path: Path) -> None:
         self._strike("unlink", path.name)
         super().unlink(path)

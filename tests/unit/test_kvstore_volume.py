@@ -106,3 +106,16 @@ def test_the_segment_size_is_fixed_when_the_directory_is_made(tmp_path: Path) ->
 def test_a_capacity_beyond_the_file_system_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match="more than the whole file system"):
         check_file_system(tmp_path, 2**60)
+
+
+def test_a_first_start_that_ended_early_leaves_a_directory_that_can_be_started_on(tmp_path: Path) -> None:
+    """The format file comes before anything else: what a first start made is never taken for a foreign directory."""
+    volume = Volume.open(tmp_path / "v", create=True)
+    volume.segments_path.write_bytes(b"in the way")
+    with pytest.raises(VolumeError):
+        volume.fix_segment_bytes(MIB)
+    volume.close()
+    volume.segments_path.unlink()
+    again = Volume.open(tmp_path / "v", create=True)
+    assert again.segment_bytes == MIB
+    again.close()

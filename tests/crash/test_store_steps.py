@@ -1,0 +1,141 @@
+"""The node dies at every single file operation of a busy life: half-way through a write, else before it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.daemon.files import Files
+from kvstore.daemon.fsck import check
+from kvstore.daemon.node import Node
+from kvstore.keys import BlockName, SpaceId
+from kvstore.limits import MIB
+from kvstore.store import AckLevel, GetStatus, PutOutcome
+from kvstore.testing import ManualClock
+from kvstore.traffic import AGENT, CHAT, TrafficClass
+from tests.support.nodes import open_node, payload_of, puts_of, read
+from tests.support.spaces import a_chain, a_space
+
+T = TypeVar("T")
+SIZE = 60_000
+CAPACITY_BYTES = 12 * MIB
+
+
+class Killed(BaseException):
+    """What no handler of the daemon catches."""
+
+
+class MortalFiles(Files):
+    """Real files until the ``last``-th operation that changes something: that one is not done, a write half done."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self.steps = 0
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        return self._step(lambda: super(MortalFiles, self).open(path, create=create)) if create else super().open(path)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        def write_half() -> None:
+            data = b"".join(views)
+            super(MortalFiles, self).pwritev(fd, [memoryview(data)[: len(data) // 2 // 512 * 512]], offset)
+
+        return self._step(lambda: super(MortalFiles, self).pwritev(fd, views, offset), write_half)
+
+    def fdatasync(self, fd: int) -> None:
+        self._step(lambda: super(MortalFiles, self).fdatasync(fd))
+
+    def allocate(self, fd: int, count: int) -> bool:
+        return self._step(lambda: super(MortalFiles, self).allocate(fd, count))
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._step(lambda: super(MortalFiles, self).rename(source, target))
+
+    def unlink(self, path: Path) -> None:
+        self._step(lambda: super(MortalFiles, self).unlink(path))
+
+    def _step(self, do: Callable[[], T], do_half: Callable[[], None] | None = None) -> T:
+        self.steps += 1
+        if self.steps >= self._last:
+            if do_half is not None and self.steps == self._last:
+                do_half()
+            raise Killed
+        return do()
+
+
+class Life:
+    """What a node was asked and what it answered. ``unsure``: asked for when it died, so both answers are right."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = ManualClock()
+        self.present: set[BlockName] = set()
+        self.unsure: set[BlockName] = set()
+        self.asked: set[BlockName] = set()
+
+    def live(self, files: Files) -> None:
+        """Puts at both levels, touches, deletions, and putting again what was deleted."""
+        node = open_node(self.path, self.clock, capacity_bytes=CAPACITY_BYTES, files=files)
+        try:
+            space = node.register_space(a_space())
+            names = list(a_chain(space, 60).names)
+            self._put(node, space, names[:8], AGENT, "os")
+            self._put(node, space, names[4:12], CHAT, "disk")
+            self._delete(node, space, names[2:6])
+            self._put(node, space, names[3:5], AGENT, "os")
+            self._put(node, space, names[12:44], AGENT, "os")
+            self._delete(node, space, names[20:24])
+            self._put(node, space, names[44:], CHAT, "disk")
+            self._delete(node, space, names[3:5])
+        finally:
+            node.abandon()
+
+    def _put(
+        self, node: Node, space: SpaceId, names: Sequence[BlockName], traffic_class: TrafficClass, ack: AckLevel
+    ) -> None:
+        self.asked |= set(names)
+        self.unsure |= set(names) - self.present
+        outcomes = node.put(space, puts_of(list(names), SIZE), traffic_class=traffic_class, ack=ack)
+        assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.TOUCHED}
+        self.unsure -= set(names)
+        self.present |= set(names)
+
+    def _delete(self, node: Node, space: SpaceId, names: Sequence[BlockName]) -> None:
+        self.unsure |= set(names) & self.present
+        self.present -= set(names)
+        node.delete(space, [name.key for name in names])
+        self.unsure -= set(names)
+
+    def verify(self) -> None:
+        """A clean check; acknowledged blocks identical, deleted ones gone, nothing invented; and it goes on."""
+        volume = self.path / "volume-0"
+        report = check(volume)
+        assert report.clean, report.to_text()
+        node = open_node(self.path, self.clock, capacity_bytes=CAPACITY_BYTES)
+        space = node.register_space(a_space())
+        for name in a_chain(space, 60).names:
+            status, data = read(node, space, name, SIZE)
+            assert status in (GetStatus.OK, GetStatus.MISS)
+            if status is GetStatus.OK:
+                assert name in self.present | self.unsure, f"block {name.index} came back"
+                assert data == payload_of(name, SIZE), f"block {name.index} is altered"
+            assert status is GetStatus.OK or name not in self.present, f"block {name.index} is lost"
+        fresh = a_chain(space, 2, seed=9).names
+        assert node.put(space, puts_of(list(fresh), SIZE), traffic_class=AGENT) == [PutOutcome.STORED] * 2
+        assert not list((volume / "segments").glob("*.new"))
+        node.close()
+
+
+def test_a_node_may_die_at_every_step(tmp_path: Path) -> None:
+    """From the first start of an empty directory on: what was acknowledged is there, what was deleted is not."""
+    for last in itertools.count(1):
+        life = Life(tmp_path / str(last))
+        try:
+            life.live(MortalFiles(last))
+        except Killed:
+            life.verify()
+            continue
+        assert last > 40
+        return
