@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore.client import StoreClient
 from kvstore.keys import encode_space
+from kvstore.limits import PAYLOAD_BYTES_MAX
 from kvstore.store import Store
 from workers.access_log import AccessLog, AccessRecord, MissRecord
 from workers.config import ConfigError, WorkerConfig
@@ -218,6 +219,12 @@ def open_worker(
 def compose(config: WorkerConfig, resolved: ResolvedModel, model: Model, store: Store) -> Worker:
     """A worker from a loaded model and a store."""
     geometry, block_tokens = model.geometry, config.block_tokens
+    block_bytes = geometry.block_payload_bytes(block_tokens)
+    if block_bytes > PAYLOAD_BYTES_MAX:
+        raise ConfigError(
+            f"block_tokens: a block of {block_tokens} tokens has {block_bytes} bytes, but a store takes at most "
+            f"{PAYLOAD_BYTES_MAX}: give fewer"
+        )
     slots = Slots(_pages(config, geometry.bytes_per_token), block_tokens)
     base = make_space(
         geometry,

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.testing import MemoryStore
 from tests.support.checkpoints import checkpoint
+from workers import runtime
 from workers import server as module
 from workers.client import WorkerClient
 from workers.config import ConfigError, WorkerConfig
@@ -342,6 +343,13 @@ def test_memory_too_small_for_two_blocks_is_refused(tmp_path: Path) -> None:
     """The message says how much is needed."""
     with pytest.raises(ConfigError, match="kv_memory"):
         a_worker(tmp_path, kv_memory_bytes=1 << 20, block_tokens=4096)
+
+
+def test_block_too_large_for_the_store_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not found out by the first put, after which nothing would ever be stored again."""
+    monkeypatch.setattr(runtime, "PAYLOAD_BYTES_MAX", 1 << 12)
+    with pytest.raises(ConfigError, match="block_tokens"):
+        a_worker(tmp_path, block_tokens=64)
 
 
 def test_context_is_bounded_by_what_the_memory_holds(start: Callable[..., Running]) -> None:
