@@ -32,8 +32,9 @@ class GatewayConfig:
     goes. ``body_bytes_max``: larger bodies get 413. ``messages_max``: longer chats get 400. ``requests_max``: requests
     at once, the next gets 503; ``tenant_requests_max``: the same for one API key, 429. ``prefill_s_max``: silence
     before the first token. ``event_s_max``: silence between tokens. ``continue_s_max``: how long an answer in progress
-    waits for another decode worker. ``write_s_max``: a client that reads nothing for this long is dropped. ``drain_s``:
-    time for requests in flight after SIGTERM.
+    waits for another decode worker. ``stalled_s_max``: a worker that answers no poll for this long is waited for no
+    more. ``write_s_max``: a client that reads nothing for this long is dropped. ``drain_s``: time for requests in
+    flight after SIGTERM.
     """
 
     prefill: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class GatewayConfig:
     event_s_max: float = 120.0
     hand_off_s_max: float = 30.0
     continue_s_max: float = 15.0
+    stalled_s_max: float = 30.0
     write_s_max: float = 60.0
     poll_s: float = 0.5
     drain_s: float = 30.0

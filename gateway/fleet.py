@@ -2,14 +2,15 @@
 
 Owns polling and the counts of what was sent since a worker's last report. Does not choose (``routing.py``) and does not
 know requests. Invariants: a worker that failed is not usable until it has answered a later poll; after an outage its
-model is asked again, since another process may have taken its address; every poll has a deadline.
+model is asked again, since another process may have taken its address; every poll has a deadline; who waits for a
+worker that has answered no poll for ``stalled_s`` waits no longer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from gateway.routing import WorkerView, choose_decode, choose_prefill
@@ -18,6 +19,9 @@ from workers.errors import WorkerError
 from workers.protocol import DecodeRequest, Finished, FirstToken, HandedOff, Load, ModelInfo, PrefillRequest, Tokens
 
 POLL_S_MAX = 5.0
+STALLED_S_DEFAULT = 30.0
+FAILED_POLLS_MIN = 2
+"""Failed polls in a row before a worker counts as stalled: after a pause of our own one fails, however well it is."""
 
 
 class Client(Protocol):
@@ -38,11 +42,13 @@ class Worker:
     """One worker as the gateway last saw it. ``sent_*`` count requests of this gateway that are under way there."""
 
     __slots__ = (
+        "_failed_polls",
         "_failed_s",
         "_seen_s",
         "_sent_pairs",
         "_sent_running",
         "_sent_tokens",
+        "_waits",
         "client",
         "info",
         "load",
@@ -63,6 +69,8 @@ class Worker:
         self._sent_pairs = 0.0
         self._sent_running = 0
         self._sent_tokens = 0
+        self._failed_polls = 0
+        self._waits: set[asyncio.Timeout] = set()
 
     @property
     def usable(self) -> bool:
@@ -72,10 +80,30 @@ class Worker:
     def seen(self, load: Load, now_s: float) -> None:
         self.load = load
         self._seen_s = now_s
+        self._failed_polls = 0
 
     def failed(self, now_s: float) -> None:
         """Not usable until a poll that begins later has succeeded."""
         self._failed_s = now_s
+
+    def missed(self, now_s: float, stalled_s: float) -> None:
+        """A poll failed; whoever waits for the worker is told once it has answered none for ``stalled_s``."""
+        self.failed(now_s)
+        self._failed_polls += 1
+        if self._failed_polls >= FAILED_POLLS_MIN and now_s - self._seen_s > stalled_s:
+            for wait in self._waits:
+                if not wait.expired():
+                    wait.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def waited_for(self, wait_s_max: float) -> AsyncGenerator[None]:
+        """Wait for the worker within: TimeoutError past ``wait_s_max``, and earlier when it is found stalled."""
+        async with asyncio.timeout(wait_s_max) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
 
     def seen_since(self, time_s: float) -> bool:
         return self.usable and self._seen_s > time_s
@@ -118,10 +146,18 @@ class Worker:
 class Fleet:
     """All workers of one gateway. ``run`` polls them until it is cancelled."""
 
-    def __init__(self, workers: Sequence[Worker], *, now_s: Callable[[], float], poll_s: float) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        now_s: Callable[[], float],
+        poll_s: float,
+        stalled_s: float = STALLED_S_DEFAULT,
+    ) -> None:
         self._workers = {worker.url: worker for worker in workers}
         self._now_s = now_s
         self._poll_s = poll_s
+        self._stalled_s = stalled_s
 
     @classmethod
     def open(
@@ -133,6 +169,7 @@ class Fleet:
         event_s: float,
         now_s: Callable[[], float],
         poll_s: float,
+        stalled_s: float = STALLED_S_DEFAULT,
     ) -> Fleet:
         """Clients for the named workers; nothing is connected yet. One worker may be named for both roles."""
         roles: dict[str, set[str]] = {}
@@ -149,7 +186,7 @@ class Fleet:
             )
             for url, names in roles.items()
         ]
-        return cls(workers, now_s=now_s, poll_s=poll_s)
+        return cls(workers, now_s=now_s, poll_s=poll_s, stalled_s=stalled_s)
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -171,7 +208,7 @@ class Fleet:
                 load = await worker.poller.load()
         except (WorkerError, TimeoutError, ValueError):
             # ValueError: an answer of another shape (another version, or not a worker at all).
-            worker.failed(self._now_s())
+            worker.missed(self._now_s(), self._stalled_s)
             return
         worker.seen(load, began_s)
 

@@ -129,7 +129,7 @@ class Generation:
         self._observer = observer
         self._now_s = now_s
         self._open = AsyncExitStack()
-        self._prefill: AsyncIterator[FirstToken | HandedOff] | None = None
+        self._prefill: tuple[Worker, AsyncIterator[FirstToken | HandedOff]] | None = None
         self._tried_s: dict[str, float] = {}
         self._stalled_s: float | None = None
         self._failures = 0
@@ -204,12 +204,12 @@ class Generation:
         )
         stream = worker.client.prefill(request)
         self._open.push_async_callback(_close, stream)
-        event = await _next(stream, self._waits.prefill_s_max)
+        event = await _next(worker, stream, self._waits.prefill_s_max)
         if not isinstance(event, FirstToken):
             raise ProtocolError("a prefill stream must begin with the first token")
         self._check_token(event.token)
         _check_reuse(event.reuse, len(job.tokens))
-        self._prefill = stream
+        self._prefill = (worker, stream)
         self.progress.first = event
         self.progress.exact = event.reuse.exact
         self.progress.prefill_worker = worker.url
@@ -218,7 +218,7 @@ class Generation:
         """Wait until the prompt's blocks are stored. Without them decode computes again: no failure of ours."""
         assert self._prefill is not None
         try:
-            event = await _next(self._prefill, self._waits.hand_off_s_max)
+            event = await _next(*self._prefill, self._waits.hand_off_s_max)
             self.progress.published = isinstance(event, HandedOff) and event.published
         except WorkerError as error:
             self.progress.published = False
@@ -246,7 +246,7 @@ class Generation:
         with worker.busy(tokens=len(tokens)):
             try:
                 while not self.ended:
-                    event = await _next(stream, self._waits.event_s_max)
+                    event = await _next(worker, stream, self._waits.event_s_max)
                     if isinstance(event, Finished):
                         progress.resumed = progress.resumed or event.resumed
                         progress.finish_reason = event.reason
@@ -257,16 +257,16 @@ class Generation:
                     progress.exact &= event.exact
                     if piece := "".join([self._accept(token) for token in event.tokens]):
                         yield piece
-                await self._finish(stream)
+                await self._finish(worker, stream)
             finally:
                 await _close(stream)
 
-    async def _finish(self, stream: AsyncIterator[Tokens | Finished]) -> None:
+    async def _finish(self, worker: Worker, stream: AsyncIterator[Tokens | Finished]) -> None:
         """The last token was counted here before the worker said so: let it store the end of the answer."""
         if self._text.stopped:
             return
         try:
-            event = await _next(stream, self._waits.hand_off_s_max)
+            event = await _next(worker, stream, self._waits.hand_off_s_max)
         except WorkerError:
             return  # the answer is complete without it
         if isinstance(event, Finished):
@@ -365,13 +365,13 @@ def _check_reuse(reuse: Reuse, prompt_tokens: int) -> None:
         )
 
 
-async def _next(stream: AsyncIterator[Event], wait_s_max: float) -> Event:
-    """The next event. Raises Unavailable past the deadline, Failed at an unexpected end."""
+async def _next(worker: Worker, stream: AsyncIterator[Event], wait_s_max: float) -> Event:
+    """The next event. Raises Unavailable past the deadline or when the worker stalls, Failed at an unexpected end."""
     try:
-        async with asyncio.timeout(wait_s_max):
+        async with worker.waited_for(wait_s_max):
             return await anext(stream)
     except TimeoutError:
-        raise Unavailable(f"the worker was silent for {wait_s_max:.0f} s") from None
+        raise Unavailable(f"the worker was silent for {wait_s_max:.0f} s, or does not even answer polls") from None
     except StopAsyncIteration:
         raise Failed("the worker's stream ended early", code="cut") from None
 

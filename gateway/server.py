@@ -91,6 +91,7 @@ def serve(
         event_s=max(config.prefill_s_max, config.event_s_max),
         now_s=now_s,
         poll_s=config.poll_s,
+        stalled_s=config.stalled_s_max,
     )
     app = create_app(config, fleet, keys=keys, policy=policy, log=log, now_s=now_s)
     listener = _listen(*config.address)

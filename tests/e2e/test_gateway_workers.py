@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,21 @@ def test_silent_decode_worker_is_given_up(pairs: Stack) -> None:
             answer = client.post("/v1/chat/completions", json=chat()).json()
             assert answer["choices"][0]["message"]["content"] == LONG
     assert pairs.decode[1].decodes
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_requests_leave_a_worker_that_stands_still(directory: Path, role: str) -> None:
+    """Neither its stream nor its polls answer any more: long before the longest silence another one goes on."""
+    with running_stack(directory, prefill_workers=2, decode_workers=2, stalled_s_max=1.0) as stack:
+        stalled = (stack.prefill if role == "prefill" else stack.decode)[0]
+        stalled.behaviour.silent, stalled.behaviour.delay_s = role == "prefill", 60.0
+        with stack.client() as client, ThreadPoolExecutor(1) as pool:
+            began_s = time.monotonic()
+            pending = pool.submit(client.post, "/v1/chat/completions", json=chat())
+            wait_for(lambda: stalled.prefills or stalled.decodes)
+            stalled.behaviour.deaf = True
+            assert pending.result(25).json()["choices"][0]["message"]["content"] == DEFAULT_ANSWER
+        assert time.monotonic() - began_s < 20
 
 
 @pytest.mark.parametrize("fault", ["die_in_prefill", "wrong_reuse", "wrong_token"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tests.support.byte_tokenizer import EOS, VOCABULARY, byte_ids
@@ -73,6 +73,7 @@ class Behaviour:
     die_in_prefill: bool = False
     reject: tuple[int, str] | None = None
     silent: bool = False
+    deaf: bool = False
     hand_off: bool = True
     delay_s: float = 0.0
     tokens_an_event: int = 1
@@ -145,6 +146,8 @@ class FakeWorker:
 
         @app.get(LOAD_PATH)
         async def load() -> Load:
+            if self.behaviour.deaf:
+                raise HTTPException(503)
             return Load(
                 running=self.running,
                 waiting=0,

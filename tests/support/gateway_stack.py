@@ -71,7 +71,13 @@ def running_stack(
         **settings,
     )
     fleet = Fleet.open(
-        config.prefill, config.decode, token=None, event_s=30.0, now_s=time.monotonic, poll_s=config.poll_s
+        config.prefill,
+        config.decode,
+        token=None,
+        event_s=30.0,
+        now_s=time.monotonic,
+        poll_s=config.poll_s,
+        stalled_s=config.stalled_s_max,
     )
     stack = Stack("", workers, decoders)
     app = create_app(

@@ -119,6 +119,28 @@ def test_a_poll_that_began_before_a_failure_does_not_heal() -> None:
     assert worker.usable
 
 
+def test_who_waits_for_a_worker_that_answers_no_poll_is_told() -> None:
+    """A stopped process keeps its connections open: only its polls tell. One that answers again is waited for."""
+    fleet, worker, client = make()
+
+    async def wait_for_it() -> None:
+        async with worker.waited_for(60.0):
+            for _ in range(40):  # the clock goes on by a second or more with each
+                await fleet.poll(worker)
+                await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        await fleet.poll(worker)
+        await wait_for_it()
+        good, client.report = client.report, TimeoutError()
+        with pytest.raises(TimeoutError):
+            await wait_for_it()
+        client.report = good
+        await wait_for_it()
+
+    asyncio.run(scenario())
+
+
 def test_load_is_the_larger_of_report_and_own_count() -> None:
     """Report and own count describe the same requests: the larger is believed, and ours ends with them."""
     fleet, worker, _ = make()
