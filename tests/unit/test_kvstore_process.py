@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvstore.cli import build_app
 from kvstore.keys import TokenChain, encode_space
-from kvstore.store import BlockPut, GetStatus
+from kvstore.store import BlockPut, GetStatus, PutOutcome
 from kvstore.testing import TEST_RULES
 from kvstore.traffic import AGENT
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
@@ -101,21 +102,48 @@ def test_a_killed_daemon_comes_back_with_every_acknowledged_block(folder: Path) 
     space = a_space()
     with daemon(folder) as (process, ready), client_of(f"unix:{ready['unix']}") as client:
         space_id = client.register_space(space)
-        chain = a_chain(space_id, 100)
-        put_chain(client, chain, AGENT)
+        chain = a_chain(space_id, 1000)
+        for begin in range(0, 1000, 250):
+            puts = [BlockPut(name, BLOCK_TOKENS, name.key[:1] * 1000) for name in chain.names[begin : begin + 250]]
+            assert set(client.put(space_id, puts, traffic_class=AGENT)) == {PutOutcome.STORED}
         process.kill()
         process.wait(20)
         began_s = time.monotonic()
         assert client.lookup(space_id, chain.names, deadline_s=0.5).prefix_blocks() == 0
         assert time.monotonic() - began_s < 2
-        with daemon(folder), client_of(f"unix:{ready['unix']}") as fresh:
+        with daemon(folder) as (_, again), client_of(f"unix:{ready['unix']}") as fresh:
+            assert again["blocks"] == 1000
+            stats = fresh.stats()
+            assert 0 < stats["recovery_s"] < again["started_s"]
+            assert stats["bytes_written"] == 0, "nothing is written again by a restart"
             assert fresh.spaces() == {space_id: space}
-            assert fresh.lookup(space_id, chain.names).prefix_blocks() == 100
+            assert fresh.lookup(space_id, chain.names).prefix_blocks() == 1000
             buffers = [bytearray(1000) for _ in chain.names]
-            assert fresh.get_into(space_id, chain.names, buffers) == [GetStatus.OK] * 100
+            assert fresh.get_into(space_id, chain.names, buffers) == [GetStatus.OK] * 1000
             assert all(buffer == name.key[:1] * 1000 for buffer, name in zip(buffers, chain.names, strict=True))
             time.sleep(1.2)  # the older client skips the node for a second after its failure
-            assert client.lookup(space_id, chain.names).prefix_blocks() == 100
+            assert client.lookup(space_id, chain.names).prefix_blocks() == 1000
+
+
+def test_many_times_the_capacity_in_mixed_blocks_leaves_memory_where_it_was(folder: Path) -> None:
+    """Blocks and states of every size, put, read, deleted and evicted: the daemon's memory levels off."""
+    with daemon(folder) as (process, ready), client_of(f"unix:{ready['unix']}") as client:
+        space_id, drawn, resident = client.register_space(a_space()), random.Random(1), []
+        statm = Path(f"/proc/{process.pid}/statm")
+        for turn in range(240):
+            chain, size = a_chain(space_id, 16, seed=turn), drawn.choice([100, 5_000, 60_000, 250_000])
+            client.put(
+                space_id, [BlockPut(name, BLOCK_TOKENS, bytes(size)) for name in chain.names], traffic_class=AGENT
+            )
+            client.put_state(space_id, chain.state_name(5), bytes(size // 10))
+            client.lookup(space_id, chain.names, states=True)
+            client.get_into(space_id, chain.names, [bytearray(size) for _ in chain.names])
+            if turn % 5 == 0:
+                client.delete(space_id, [name.key for name in chain.names[:8]])
+            if turn % 60 == 59:
+                resident.append(int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        assert client.stats()["evicted"] > 500
+        assert resident[-1] - resident[1] < 16 * 2**20, resident
 
 
 def test_a_token_guards_both_endpoints(folder: Path) -> None:
