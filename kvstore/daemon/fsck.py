@@ -186,6 +186,7 @@ def _check_segment(run: _Check, segment: Segment, content: IndexContent | None) 
     length = segment.files_bytes()
     if length != size:
         if run.repair:
+            os.ftruncate(segment.fd, min(length, size))
             segment.files.allocate(segment.fd, size)
         report.add("segment-cut", segment.path.name, f"the file has {length} bytes, not {size}", repaired=run.repair)
     extent = content.extents.get(segment.number) if content is not None else None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -104,30 +104,74 @@ class Connection:
 
 
 class Request:
-    """One frame in hand: how much of its payload is still on the wire, and whether an answer was begun."""
+    """One frame in hand: how much of its payload is still on the wire, and whether an answer was begun.
 
-    __slots__ = ("answered", "body", "channel", "deadline_s", "header", "unread")
+    ``wire_s``: how long the peer may keep the daemon waiting for this frame, and as long again for the answer. What the
+    daemon itself takes does not count, so that a peer cannot buy time by a long deadline.
+    """
 
-    def __init__(self, channel: Channel, header: wire.Header, body: bytes, deadline_s: float) -> None:
-        self.channel = channel
+    __slots__ = (
+        "_connection",
+        "_left_s",
+        "_monotonic",
+        "_wire_s",
+        "answered",
+        "body",
+        "channel",
+        "deadline_s",
+        "header",
+        "unread",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        header: wire.Header,
+        body: bytes,
+        deadline_s: float,
+        wire_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._connection = connection
+        self._wire_s = self._left_s = wire_s
+        self._monotonic = monotonic
+        self.channel = connection.channel
         self.header = header
         self.body = body
         self.deadline_s = deadline_s
         self.unread = header.payload_bytes
         self.answered = False
 
+    @contextmanager
+    def _waiting_for_peer(self) -> Iterator[None]:
+        """Bytes are on their way: the reaper counts the peer's time, and afterwards the daemon's again."""
+        began_s = self._monotonic()
+        works_until_s, self._connection.until_s = self._connection.until_s, began_s + self._left_s
+        yield
+        waited_s = self._monotonic() - began_s
+        self._left_s = max(self._left_s - waited_s, 0.0)
+        self._connection.until_s = works_until_s + waited_s
+
     def receive_into(self, view: memoryview) -> None:
         self.unread -= len(view)
-        self.channel.receive_into(view)
+        with self._waiting_for_peer():
+            self.channel.receive_into(view)
 
-    def drop_payload(self) -> None:
-        """Read what is left of the payload, so that the next frame begins where it should."""
-        if self.unread:
-            self.channel.discard(self.unread, memoryview(bytearray(SCRATCH_BYTES)))
-            self.unread = 0
+    def drop_payload(self, count: int | None = None) -> None:
+        """Read what is left of the payload, or ``count`` bytes of it, so that what follows begins where it should."""
+        count = self.unread if count is None else count
+        if count:
+            self.unread -= count
+            with self._waiting_for_peer():
+                self.channel.discard(count, memoryview(bytearray(SCRATCH_BYTES)))
+
+    def _begin_answer(self) -> None:
+        """From now on it is the peer who is waited for, until all of the answer is taken."""
+        self.answered = True
+        self._connection.until_s = self._monotonic() + self._wire_s
 
     def answer(self, body: bytes, payload_bytes: int = 0, payloads: Sequence[Buffer] = ()) -> None:
-        self.answered = True
+        self._begin_answer()
         frame = wire.encode_frame(
             self.header.opcode, self.header.request_id, body, payload_bytes=payload_bytes, reply=True
         )
@@ -135,7 +179,7 @@ class Request:
 
     def refuse(self, error: StoreError | ValueError) -> None:
         self.drop_payload()
-        self.answered = True
+        self._begin_answer()
         body = wire.encode_error(error)
         self.channel.send(wire.encode_frame(wire.Opcode.ERROR, self.header.request_id, body, reply=True))
 
@@ -223,8 +267,9 @@ class Session:
             self._part(connection, header.request_id if header else 0, error)
             return False
         deadline_s = min(header.deadline_ms / 1000, limits.DEADLINE_S_MAX) or limits.DEADLINE_S_DEFAULT
-        connection.until_s = self._monotonic() + frame_s + deadline_s
-        return self._answer(connection, Request(channel, header, body, self._monotonic() + deadline_s))
+        now_s = self._monotonic()
+        connection.until_s = now_s + frame_s + deadline_s
+        return self._answer(connection, Request(connection, header, body, now_s + deadline_s, frame_s, self._monotonic))
 
     def _answer(self, connection: Connection, request: Request) -> bool:
         """Run the handler. The one place where a fault of the daemon becomes an answer."""
@@ -350,8 +395,7 @@ class Session:
                 )
         except (Overloaded, CapacityProtected) as error:
             self._metrics.error(error)
-            request.channel.discard(request.unread - after, memoryview(bytearray(SCRATCH_BYTES)))
-            request.unread = after
+            request.drop_payload(request.unread - after)
             return [PutOutcome.REFUSED] * len(rows)
 
     def _touch(self, request: Request) -> None:

@@ -307,3 +307,17 @@ def test_puts_that_meet_a_closing_node_are_refused_or_kept(tmp_path: Path, turn:
     assert {int(item) for item in node.lookup(space, stored).presence} <= {Presence.PRESENT, Presence.EVICTED}
     assert node.stats()["quarantined"] == 0
     node.close()
+
+
+@pytest.mark.parametrize("change_bytes", [-5000, 5000])
+def test_a_segment_of_another_length_is_repaired(bench: Bench, change_bytes: int) -> None:
+    """A file that was cut, or that somebody appended to, has its length again after a repair."""
+    bench.put(4, seed=1)
+    bench.node.close()
+    path = bench.volume / "segments" / "00000001.seg"
+    length = path.stat().st_size
+    os.truncate(path, length + change_bytes)
+    assert check(bench.volume).findings_by_kind["segment-cut"] == 1
+    check(bench.volume, repair=True)
+    assert check(bench.volume).clean
+    assert path.stat().st_size == length

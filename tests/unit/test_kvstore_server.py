@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,13 @@ def test_a_fault_of_the_daemon_is_an_error_without_details(folder: Path) -> None
 # --- slow and many --------------------------------------------------------------------------------------------------
 
 
+def wait_until(holds: Callable[[], bool], wait_s: float = 5.0) -> None:
+    ends_s = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
+
+
 def trickle(sock: socket.socket, data: bytes) -> None:
     for at in range(len(data)):
         sock.sendall(data[at : at + 1])
@@ -240,6 +247,30 @@ def test_a_slow_loris_is_disconnected(server: Server) -> None:
                 trickle(sock, whole[sent_at_once : sent_at_once + 60])
             assert time.monotonic() - began_s < 5
     assert_serves(server)
+
+
+def test_a_long_deadline_buys_a_slow_peer_no_time(folder: Path) -> None:
+    """The deadline is for the daemon's work. A payload that trickles in and an answer that is not read hold memory and
+    leases for the frame's time only, whatever deadline the peer asked for.
+    """
+    backend = MemoryStore(ManualClock())
+    space = backend.register_space(a_space())
+    name = a_chain(space, 1).names[0]
+    admission = Admission()
+    body = wire.encode_put(space, AGENT, "os", [wire.PutRow(name, BLOCK_TOKENS, 1000, 0, 0)])
+    head = wire.encode_frame(wire.Opcode.PUT, 1, body, payload_bytes=1000, deadline_ms=600_000)
+    with served(backend, folder, admission=admission, frame_s=0.5) as server, raw(server) as sock:
+        sock.sendall(hello_frame() + head)
+        began_s = time.monotonic()
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle(sock, bytes(100))
+        assert time.monotonic() - began_s < 5
+        wait_until(lambda: admission.lent_bytes == 0)
+        put_chain(backend, a_chain(space, 32), AGENT, payload_bytes=2 * limits.MIB)
+        ask = wire.encode_get(space, a_chain(space, 32).names, [2 * limits.MIB] * 32)
+        with raw(server) as reader:
+            reader.sendall(hello_frame() + wire.encode_frame(wire.Opcode.GET, 1, ask, deadline_ms=600_000))
+            wait_until(lambda: server.connections == 0)
 
 
 def test_a_peer_that_does_not_read_its_answer_is_disconnected(folder: Path) -> None:
