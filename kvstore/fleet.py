@@ -125,7 +125,7 @@ class Fleet:
         answers, failures = self.control_all(verb, args, deadline_s)
         if failures:
             names = "; ".join(f"{self.links[node].name}: {error}" for node, error in sorted(failures.items()))
-            raise Unavailable(f"{verb} is not done on every node ({names})")
+            raise Unavailable(f"not every node answered {verb!r} ({names})")
         return answers
 
     def close(self) -> None:

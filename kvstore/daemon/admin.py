@@ -80,9 +80,9 @@ class AdminServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-        except OSError:
+        except OSError as error:
             listener.close()
-            raise
+            raise OSError(f"the admin endpoint cannot listen on {host}:{port}: {error.strerror}") from error
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=30, limit_concurrency=256
         )

@@ -200,7 +200,8 @@ class Ledger:
                 self.counters.index_errors += 1
                 log.error("index_not_mended problem=%r", error)
                 return False
-            log.warning("index_mended blocks=%d", len(self.presence))
+            if len(self.presence):  # a new shard's index is written for the first time
+                log.warning("index_mended blocks=%d", len(self.presence))
             return True
 
     def content(self) -> Iterator[IndexBatch]:

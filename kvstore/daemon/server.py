@@ -246,9 +246,9 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         tune(listener, loopback=is_loopback(host))
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
 
 
