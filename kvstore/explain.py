@@ -163,7 +163,7 @@ def _cause(
     if access.reason == "deadline":
         return "deadline", "the store did not deliver it before the worker's deadline", ()
     if access.first_miss is None:
-        return "none", "everything that can be reused was reused", ()
+        return "none", _nothing_missed(access), ()
     presence = access.first_miss.presence
     if presence == Presence.NEVER:
         return _never(access, sighting, spaces)
@@ -172,6 +172,16 @@ def _cause(
     if presence == Presence.PRESENT:
         return "not_loaded", f"it was stored, but not used ({access.reason})", ()
     return _removed(presence, sighting)
+
+
+def _nothing_missed(access: Access) -> str:
+    """No block was missed. What lies behind the last whole block comes from a state only; one token is always computed."""
+    rest = access.prompt_tokens - access.hit_tokens
+    if access.way == "state" or rest <= 1:
+        return "everything that can be reused was reused"
+    if access.hit_tokens == 0:
+        return f"a prompt of {access.block_tokens} tokens or fewer is reused from a state only, and none was found"
+    return f"every block was reused; the last {rest} tokens come from a state only, and none was found"
 
 
 def _removed(presence: Presence, sighting: Sighting | None) -> tuple[str, str, tuple[OtherSpace, ...]]:

@@ -70,6 +70,21 @@ def test_what_the_worker_decided_goes_first(record: dict[str, Any], cause: str) 
     assert told(record).cause == cause
 
 
+@pytest.mark.parametrize(
+    ("way", "prompt", "hit", "sentence"),
+    [
+        ("cold", 3, 0, "a prompt of 4 tokens or fewer is reused from a state only, and none was found"),
+        ("blocks", 11, 8, "every block was reused; the last 3 tokens come from a state only, and none was found"),
+        ("blocks", 9, 8, "everything that can be reused was reused"),
+        ("state", 11, 9, "everything that can be reused was reused"),
+    ],
+)
+def test_a_tail_without_a_state_is_no_missed_block(way: str, prompt: int, hit: int, sentence: str) -> None:
+    """Where every block was there, a lower count than the prompt's is explained all the same."""
+    record = a_record(None, "end") | {"way": way, "prompt_tokens": prompt, "hit_tokens": hit}
+    assert (told(record).cause, told(record).sentence) == ("none", sentence)
+
+
 def test_the_block_and_its_first_token_are_named() -> None:
     explanation = told(a_record("evicted"))
     assert (explanation.block, explanation.first_token) == (5, 20)
