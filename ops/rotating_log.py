@@ -21,6 +21,7 @@ class RotatingLog:
         self._file = file
         self._bytes_max = bytes_max
         self._size = file.tell()
+        self._marked = self._size
         self.dropped_bytes = 0
 
     @classmethod
@@ -39,11 +40,15 @@ class RotatingLog:
         self._size += written
         self.dropped_bytes += len(data) - written
 
+    def mark(self) -> None:
+        """What comes from here on is what ``tail`` shows."""
+        self._marked = self._size
+
     def tail(self, lines: int, bytes_max: int = 16_384) -> list[str]:
-        """The last lines, from at most ``bytes_max`` bytes; none where the file cannot be read."""
+        """The last lines since the mark, from at most ``bytes_max`` bytes; none where the file cannot be read."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
+                file.seek(max(self._marked, os.fstat(file.fileno()).st_size - bytes_max))
                 return file.read(bytes_max).decode(errors="replace").splitlines()[-lines:]
         except OSError:
             return []
@@ -57,7 +62,7 @@ class RotatingLog:
             self.path.replace(self.path.with_name(self.path.name + ".1"))
             file = self.path.open("ab", buffering=0)
         except OSError:
-            self._size = 0
+            self._size = self._marked = 0
             return
         self._file.close()
-        self._file, self._size = file, 0
+        self._file, self._size, self._marked = file, 0, 0

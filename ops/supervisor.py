@@ -207,6 +207,7 @@ class Supervisor:
         if child.state is not ChildState.WAITING or not ready or self._now_s() < child.not_before_s:
             return
         command = child.spec.command({other.spec.name: other.endpoints or {} for other in needed}, child.endpoints)
+        child.log.mark()
         try:
             child.process = launch(child.spec.data, command)
         except OSError as error:  # no memory, no processes, no disk: that may pass
