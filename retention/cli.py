@@ -312,23 +312,26 @@ def _change_policy(session: Session, before: Policy, rules: ClassRules, text: st
         effect = session.store.set_policy(
             rules, text, expected_version=before.version, apply=True, deadline_s=session.deadline_s
         )
+    version = before.version + (1 if apply else 0)
     document = {
-        "version": before.version + (1 if apply else 0),
+        "version": version,
         "changes": report.changes_json(changes),
         "effect": report.effect_json(effect, facts),
     }
-    session.show(document, *_change_lines(changes, effect, facts, apply=apply))
+    session.show(document, *_change_lines(changes, effect, facts, version, apply=apply))
     session.fail_for(effect.nodes_failed)
 
 
 def _change_lines(
-    changes: tuple[ClassChange, ...], effect: Effect, facts: report.Facts, *, apply: bool
+    changes: tuple[ClassChange, ...], effect: Effect, facts: report.Facts, version: int, *, apply: bool
 ) -> Iterator[Any]:
     yield report.changes_table(changes) if changes else "no class changes"
     if effect.blocks and not apply:
         yield report.effect_table(effect, facts, "the change would drop")
     expired = "expired" if apply else "would expire"
     yield f"{effect.blocks:,} blocks {expired} at once" if effect.blocks else "no stored block loses its promise now"
+    if apply:
+        yield f"the policy is at version {version} now"
     yield from _dry_hint(apply)
 
 

@@ -77,7 +77,11 @@ def spaces_of_tenant(tenant: str, spaces: Mapping[SpaceId, Space]) -> tuple[Spac
     salt = tenant_salt(tenant)
     found = tuple(sorted(space_id for space_id, space in spaces.items() if space.tenant_salt == salt))
     if not found:
-        raise NothingMatched(f"no space belongs to tenant {tenant!r}")
+        user = f"{len(tenant.encode())}:{tenant}"
+        raise NothingMatched(
+            f"no space belongs to tenant {tenant!r}; the user of a request is named -/{user}, "
+            f"or BYTES:TENANT/{user} with API keys"
+        )
     return found
 
 

@@ -200,10 +200,9 @@ def _windows(value: Any) -> int:
         return 0
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    windows = _whole(value)
-    if windows < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is neither a number of windows from 1 on nor exact")
-    return windows
+    return value
 
 
 def _addresses(value: Any) -> tuple[str, ...]:

@@ -227,6 +227,7 @@ def test_a_longer_promise_drops_nothing(shop: Filled) -> None:
     """Blocks already stored profit from it at once."""
     text = shop.ok("policy", "set", "--keep", "agent=9d", "--keep", "chat=9d", "--apply")
     assert "no stored block loses its promise" in text
+    assert "the policy is at version 2 now" in text
     shop.clock.advance(8 * DAY_S)
     assert shop.hits() == (4, 3)
 

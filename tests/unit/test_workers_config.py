@@ -36,7 +36,7 @@ def test_file_and_options_make_one_value(tmp_path: Path) -> None:
         ({"dtype": "int3"}, "not one of"),
         ({"fidelity": "roughly"}, "bounded, exact"),
         ({"replay_windows": "0"}, "replay_windows"),
-        ({"replay_windows": "many"}, "replay_windows"),
+        ({"replay_windows": "many"}, "'many' is neither a number of windows from 1 on nor exact"),
         ({"block_tokens": 0}, "block_tokens"),
         ({"threads": True}, "whole number"),
         ({"listen": "127.0.0.1"}, "HOST:PORT"),
