@@ -97,6 +97,22 @@ def test_what_was_stored_is_found_after_kill_9_of_the_store(stack: Stack) -> Non
     assert warm.text == cold.text
 
 
+def test_what_was_stored_is_found_after_kill_9_of_everything_else(stack: Stack) -> None:
+    """Gateway and workers hold nothing that matters: new ones find it all in the store."""
+    prompt = unlike("kill the rest")
+    cold = stack.complete(prompt)
+    before = {name: stack.pid(name) for name in ("prefill", "decode", "gateway")}
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    stack.wait(
+        lambda: stack.is_healthy() and all(stack.pid(name) != pid for name, pid in before.items()), "all back", 90
+    )
+    stack.wait(lambda: stack.complete("Hello").status == 200, "served again", 30)
+    warm = stack.complete(prompt)
+    assert warm.hit >= 0.9 * warm.prompt
+    assert warm.text == cold.text
+
+
 def test_a_store_that_is_down_costs_hits_not_answers(stack: Stack) -> None:
     """With the store dead every request is served, all miss; when it is back, what was stored before hits again."""
     prompt = unlike("store down")
