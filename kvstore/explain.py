@@ -175,7 +175,7 @@ def _cause(
 
 
 def _nothing_missed(access: Access) -> str:
-    """No block was missed. What lies behind the last whole block comes from a state only; one token is always computed."""
+    """No block was missed: the tokens after the last block come from a state only, and one is always computed."""
     rest = access.prompt_tokens - access.hit_tokens
     if access.way == "state" or rest <= 1:
         return "everything that can be reused was reused"

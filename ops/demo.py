@@ -183,18 +183,19 @@ def examples(outcome: Outcome) -> str:
         body["prompt"] = "Once upon a time"
         call = "completions.create"
     options = ", ".join(f"{name}={value!r}" for name, value in body.items())
+    reprise = os.path.relpath(Path(sys.executable).with_name("reprise"))
     return f"""
 Serving at {url} (Ctrl-C stops it). Try:
 
   curl {url}{outcome.conversation.path()} -H 'content-type: application/json' \\
     -d '{json.dumps(body)}'
 
-  from openai import OpenAI
+  from openai import OpenAI  # pip install openai
   client = OpenAI(base_url="{url}/v1", api_key="none")
   print(client.{call}({options}).usage)
 
-  reprise store explain {outcome.rows[0].cached.request_id} --log {outcome.access_log} --store {outcome.store}
-  reprise retention show --store {outcome.store}
+  {reprise} store explain {outcome.rows[0].cached.request_id} --log {outcome.access_log} --store {outcome.store}
+  {reprise} retention show --store {outcome.store}
 """
 
 
