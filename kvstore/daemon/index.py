@@ -290,7 +290,10 @@ class Index:
 
     def has_room_to_rewrite(self, blocks: int) -> bool:
         """Whether the file system has room for a second index of so many entries."""
-        facts = os.statvfs(self._path.parent)
+        try:
+            facts = os.statvfs(self._path.parent)
+        except OSError:
+            return False
         needed = _SPACE_AMPLIFICATION * blocks * (ENTRY_BYTES + KEY_BYTES) // 2 + _REWRITE_BYTES_MIN
         return facts.f_bavail * facts.f_frsize >= needed
 

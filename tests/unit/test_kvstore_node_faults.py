@@ -321,3 +321,24 @@ def test_a_segment_of_another_length_is_repaired(bench: Bench, change_bytes: int
     check(bench.volume, repair=True)
     assert check(bench.volume).clean
     assert path.stat().st_size == length
+
+
+def test_a_directory_removed_under_a_running_node_is_no_fault_of_its_callers(bench: Bench) -> None:
+    """Reads give right bytes or a miss, puts are refused once the loss was noticed, and only what must be durable is
+    an error, with its reason.
+    """
+    chain, _ = bench.put(16, seed=1)
+    shutil.rmtree(bench.volume)
+    bench.node._shards[0]._ledger.index.refusing = True  # as after the write that must open another file
+    for name in chain.names:
+        status, data = read(bench.node, bench.space, name, SIZE)
+        assert status is GetStatus.MISS or data == payload_of(name, SIZE)
+    bench.node.sweep(apply=True)
+    for seed in range(2, 6):
+        assert set(bench.put(16, seed=seed)[1]) == {PutOutcome.REFUSED}
+        bench.node.sweep(apply=True)
+    assert Presence.PRESENT not in bench.presence(chain)
+    assert bench.node.delete(bench.space, [chain.names[0].key]) == 0
+    with pytest.raises(VolumeError, match="catalog"):
+        bench.node.register_space(a_space(model="another"))
+    assert bench.node.stats()["blocks"] == 0
