@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 
@@ -52,5 +53,9 @@ def read(node: Node, space: SpaceId, name: BlockName, size: int) -> tuple[GetSta
 
 
 def disk_bytes(path: Path) -> int:
-    """What ``du`` says of a directory."""
-    return sum(item.lstat().st_blocks * 512 for item in [path, *path.rglob("*")] if item.exists())
+    """What ``du`` says of a directory; files that vanish meanwhile count nothing."""
+    total = 0
+    for item in [path, *path.rglob("*")]:
+        with contextlib.suppress(FileNotFoundError):
+            total += item.lstat().st_blocks * 512
+    return total

@@ -538,6 +538,22 @@ def test_a_colliding_key_is_a_miss_for_the_other_prefix(bench: Bench) -> None:
     assert read(bench.node, bench.space, name, SIZE)[0] is GetStatus.OK
 
 
+@pytest.mark.parametrize("lent", [False, True])
+def test_an_entry_that_points_at_another_block_never_serves_it(bench: Bench, lent: bool) -> None:
+    """The record itself says whose it is: with two places exchanged both blocks are misses, and the third is there."""
+    names = fill(bench.node, bench.space, 3, seed=1).names
+    presence = bench.node._shards[0]._ledger.presence
+    first, second = (presence.slot(name.key) for name in names[:2])
+    presence.rows["offset"][[first, second]] = presence.rows["offset"][[second, first]]
+    for name in names[:2]:
+        if lent:
+            assert bench.node.open_payload(bench.space, name) is None
+        else:
+            assert read(bench.node, bench.space, name, SIZE)[0] in (GetStatus.CORRUPT, GetStatus.MISS)
+    assert Presence.PRESENT not in bench.node.lookup(bench.space, names[:2]).presence
+    assert read(bench.node, bench.space, names[2], SIZE) == (GetStatus.OK, payload_of(names[2], SIZE))
+
+
 def test_a_payload_that_changes_while_it_is_written_is_not_acknowledged(bench: Bench) -> None:
     """The buffer is overwritten between submission and the end of the write: ALTERED, a miss, also after a rebuild."""
     name = a_chain(bench.space, 1).names[0]
