@@ -27,7 +27,7 @@ TOUCHES_MAX = 4
 """(class, last touch) pairs kept for one block; beyond, the pair with the earliest deadline makes room."""
 TIME_S_MAX = 2**62
 
-_MAGIC = b"RKVB"
+RECORD_MAGIC = b"RKVB"
 _HEADER = struct.Struct("<4sHHIQQ32s32s32s16sIIBBBBIIQQ4B4I")
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = _HEADER.size
@@ -116,7 +116,7 @@ def encode_header(header: RecordHeader) -> bytes:
     """The 256 bytes of a live record's header."""
     pairs = [*header.touches[:TOUCHES_MAX], *[(0, 0)] * (TOUCHES_MAX - len(header.touches))]
     body = _HEADER.pack(
-        _MAGIC,
+        RECORD_MAGIC,
         RECORD_VERSION,
         HEADER_BYTES,
         header.segment,
@@ -147,7 +147,7 @@ def decode_header(data: Buffer, *, segment: int, generation: int, offset: int) -
     if len(data) < HEADER_BYTES:
         raise RecordDamaged("the file ends inside a header")
     fields = _HEADER.unpack_from(data)
-    if fields[0] != _MAGIC:
+    if fields[0] != RECORD_MAGIC:
         raise RecordDamaged("there is no record")
     if _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(memoryview(data)[:_CRC_OFFSET]):
         raise RecordDamaged("the header's CRC differs")

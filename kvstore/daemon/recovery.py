@@ -2,7 +2,8 @@
 
 Owns the merge of index content and scanned records. Does not know policy or presence. Invariants: an index entry
 counts only if its segment is still in that generation and the record lies below the extent that the index knew;
-records beyond it are adopted if their header and payload verify (so kill -9 loses nothing acknowledged); of two
+records beyond it are adopted up to the first gap if their header and payload verify (so kill -9 loses nothing
+acknowledged); a segment with records behind a gap, which only a power loss makes, is sealed before it; of two
 records of one key the exact one wins, then the later found, and the loser is marked dead on disk; a record marked
 dead is never adopted.
 """
@@ -108,6 +109,18 @@ def _adopt(
         _take(step.header, segments, found, index_of, now_s)
     if not segment.sealed:
         segment.end = end
+        _seal_before_leftovers(segment)
+
+
+def _seal_before_leftovers(segment: Segment) -> None:
+    """Append no more where a later scan could run on into records that were taken for lost, maybe deleted meanwhile."""
+    try:
+        if segment.has_leftovers():
+            log.warning("segment_sealed_early segment=%d end=%d: records follow a gap", segment.number, segment.end)
+            segment.seal()
+    except OSError as error:
+        segment.failed = segment.torn = True
+        log.error("segment_not_sealed segment=%d problem=%r", segment.number, error)
 
 
 def _take(

@@ -23,6 +23,7 @@ from kvstore.daemon.record import (
     HEADER_BYTES,
     MARK_OFFSET,
     RECORD_ALIGN,
+    RECORD_MAGIC,
     Mark,
     MarkReason,
     RecordDamaged,
@@ -45,6 +46,7 @@ DRAFT_SUFFIX = ".new"
 FREE = 0
 """Class byte of a segment that holds nothing."""
 
+_LEFTOVERS_READ_BYTES = 1024 * 1024
 _MAGIC = b"RKVS"
 _HEADER = struct.Struct("<4sHHIQBxxxIQQ")
 _SEAL = struct.Struct("<4sIQQ")
@@ -349,6 +351,22 @@ class Segment:
             yield from held
             held.clear()
             yield step
+
+    def has_leftovers(self) -> bool:
+        """Whether records of this generation lie beyond ``end``, but not at it.
+
+        A power loss kept what was written later and lost what came before; new appends could lead a later scan there.
+        """
+        step = _LEFTOVERS_READ_BYTES
+        begin = self.end + RECORD_ALIGN
+        for at in range(begin, self.header.segment_bytes, step):
+            data = self.files.read(self.fd, min(step, self.header.segment_bytes - at), at)
+            for within in range(0, len(data) - HEADER_BYTES, RECORD_ALIGN):
+                if data.startswith(RECORD_MAGIC, within) and not isinstance(
+                    self._record_at(at + within, self.header.segment_bytes), str
+                ):
+                    return True
+        return False
 
     def fill_hole(self, offset: int, hole_bytes: int, when_s: int) -> None:
         """Cover damage with dead records, so that scans pass over it. Raises OSError."""

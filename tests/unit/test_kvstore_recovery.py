@@ -11,7 +11,7 @@ from kvstore.daemon.fsck import check
 from kvstore.daemon.segment import FIRST_RECORD
 from kvstore.errors import VolumeFormat, VolumeInUse
 from kvstore.limits import MIB
-from kvstore.store import GetStatus, Presence
+from kvstore.store import GetStatus, Presence, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
 from tests.support.nodes import open_node, payload_of, puts_of, read
@@ -146,4 +146,35 @@ def test_fsck_refuses_what_it_must_not_touch(tmp_path: Path) -> None:
     node = open_node(tmp_path, ManualClock())
     with pytest.raises(VolumeInUse):
         check(tmp_path / "volume-0")
+    node.close()
+
+
+def test_what_a_power_loss_left_behind_a_gap_never_comes_back(tmp_path: Path) -> None:
+    """The disk kept the third record and lost the second, and the index knows neither. Both are misses, then deleted;
+    a record that fills the gap exactly must not lead a later scan to the third one.
+    """
+    clock, volume = ManualClock(), tmp_path / "volume-0"
+    node = open_node(tmp_path, clock)
+    space = node.register_space(a_space())
+    names = list(a_chain(space, 4).names)
+    node.put(space, puts_of(names[:1], 60_000), traffic_class=AGENT)
+    node.abandon()
+    shutil.copytree(volume / "index", tmp_path / "index-before")
+    node = open_node(tmp_path, clock)
+    node.put(space, puts_of(names[1:3], 60_000), traffic_class=AGENT)
+    node.abandon()
+    shutil.rmtree(volume / "index")
+    shutil.copytree(tmp_path / "index-before", volume / "index")
+    with open(volume / "segments" / "00000001.seg", "r+b") as stream:
+        stream.seek(4096 + 61_440)
+        stream.write(bytes(61_440))
+    node = open_node(tmp_path, clock)
+    assert node.lookup(space, names).presence.tolist() == [Presence.PRESENT] + [Presence.NEVER] * 3
+    node.delete(space, [name.key for name in names[1:3]])
+    assert node.put(space, puts_of(names[3:], 60_000), traffic_class=AGENT) == [PutOutcome.STORED]
+    node.abandon()
+    shutil.rmtree(volume / "index")
+    node = open_node(tmp_path, clock)
+    present = [bool(item == Presence.PRESENT) for item in node.lookup(space, names).presence]
+    assert present == [True, False, False, True]
     node.close()
