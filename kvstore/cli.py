@@ -163,7 +163,7 @@ def _shown(name: str, value: object) -> str:
 
 def fsck(
     directory: Annotated[Path, typer.Argument(help="Data directory of a store that is not running.")],
-    repair: Annotated[bool, typer.Option(help="Drop bad records and rebuild the index.")] = False,
+    repair: Annotated[bool, typer.Option(help="Drop bad records, and an index that does not fit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check every record, the index and the bytes of a data directory.
@@ -198,7 +198,10 @@ def _print_fsck(report: Mapping[str, Any]) -> None:
         f"{format_bytes_short(report['live_bytes'])} live, {format_bytes_short(report['dead_bytes'])} dead, "
         f"{format_bytes_short(report['free_bytes'])} free; {report['index_entries']} index entries"
     )
-    print("clean" if report["clean"] else f"found: {dict(report['findings_by_kind'])}")
+    if report["live_records"] and not report["index_entries"]:
+        print("no index: the next start rebuilds it from the segments")
+    found = ", ".join(f"{count} {kind}" for kind, count in report["findings_by_kind"].items())
+    print("clean" if report["clean"] else f"found: {found}")
 
 
 def explain_request(

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rest = given[1:]
     missing = [name for name in entry.needs if find_spec(name) is None]
     if missing and not HELP.intersection(rest):
-        install = f"pip install 'reprise-kv[{entry.extra}]'"
+        install = f"pip install '.[{entry.extra}]' in Reprise's folder"
         print(f"reprise {given[0]} needs {', '.join(missing)}, not installed here: {install}", file=sys.stderr)
         return EXIT_NOT_INSTALLED
     entry.load()(args=rest, prog_name=f"reprise {given[0]}")

@@ -56,12 +56,13 @@ class Model:
 
     @classmethod
     def load(cls, directory: Path, dtype: str = "float32", device: str = "cpu", threads: int | None = None) -> Self:
-        """Load the checkpoint in ``directory``. Raises UnsupportedModel, or ValueError for an unknown dtype.
+        """Load the checkpoint in ``directory``. Raises UnsupportedModel, or ValueError for an unknown dtype or device.
 
         Nothing is fetched from a network and no code of the checkpoint's is run.
         """
         if threads is not None:
             torch.set_num_threads(threads)
+        home = _usable_device(device)
         register()
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         config = _read_config(directory)
@@ -77,9 +78,9 @@ class Model:
         )
         if dtype == "float64" and hasattr(network.config, "_experts_implementation"):
             network.config._experts_implementation = "eager"  # grouped_mm has no float64 kernel
-        network.to(device).eval().requires_grad_(False)
+        network.to(home).eval().requires_grad_(False)
         _check_projections(network, geometry)
-        model = cls(network, _facts(network, geometry, digest), torch.device(device))
+        model = cls(network, _facts(network, geometry, digest), home)
         model.check_attention()
         return model
 
@@ -311,6 +312,16 @@ def _logit_rows(slices: Sequence[Slice]) -> list[int]:
         elif item.logits == "last":
             rows.append(end - 1)
     return rows
+
+
+def _usable_device(name: str) -> torch.device:
+    """Raises ValueError, with torch's reason, for a device that is not here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without it
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def _read_config(directory: Path) -> Any:

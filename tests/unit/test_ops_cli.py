@@ -37,7 +37,7 @@ def test_a_missing_extra_names_the_package_to_install(
     said: list[str] = []
     monkeypatch.setitem(SUBCOMMANDS, "worker", loaded(said))
     assert main(["worker", "--role", "prefill"]) == EXIT_NOT_INSTALLED
-    assert "pip install 'reprise-kv[workers]'" in capsys.readouterr().err
+    assert "pip install '.[workers]'" in capsys.readouterr().err
     assert said == []
 
 

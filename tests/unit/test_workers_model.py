@@ -445,6 +445,13 @@ def test_families_of_another_build_are_refused_with_the_reason(family: str, mess
         random_model(family, tmp_path)
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "no-such-device"])
+def test_a_device_that_is_not_here_is_refused_before_loading(device: str, tmp_path: Path) -> None:
+    """In one sentence that names it, whatever torch raises."""
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used: "):
+        Model.load(tmp_path, device=device)
+
+
 def test_a_broken_config_is_refused(tmp_path: Path) -> None:
     """A directory whose config names no known model."""
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
