@@ -1,6 +1,6 @@
 # Everything from a fresh machine: `make run` and `make test` create .venv, install, and go. A second run is instant.
 #
-#   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=HOST:PORT]
+#   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=HOST:PORT] [CAPACITY=4GiB]
 #   make test [TESTS=tests/unit]     make lint     make clean
 
 .DEFAULT_GOAL := help

@@ -254,7 +254,7 @@ class Supervisor:
         child.not_before_s = self._now_s() + delay_s
         if not child.was_healthy and child.exits >= FAILED_STARTS_MAX:
             self._failed = True
-            self._say(f"{child.spec.name} {how} {child.exits} times and was never healthy; giving up. Its log ends:")
+            self._say(f"{child.spec.name} {how}, start {child.exits}, and was never healthy; giving up. Its log ends:")
             for line in child.log.tail(20):
                 self._say(f"  {line}")
             return

@@ -226,14 +226,24 @@ def specs(config: UpConfig) -> list[ChildSpec]:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-class DataInUse(Exception):
+class DataUnusable(Exception):
+    """The data directory cannot be made or written."""
+
+
+class DataInUse(DataUnusable):
     """Another ``reprise up`` runs on the data directory."""
 
 
 def lock_data(data: Path) -> int:
-    """Hold the data directory until this process ends; returns the descriptor. Raises DataInUse, naming the holder."""
-    data.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(data / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Hold the data directory until this process ends; returns the descriptor.
+
+    Raises DataInUse, naming the holder; DataUnusable, naming the operating system's reason.
+    """
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(data / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DataUnusable(f"{data} cannot be used as data directory: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -298,7 +308,7 @@ def up(
         raise typer.Exit(2) from error
     try:
         status = run(settings)
-    except DataInUse as error:
+    except DataUnusable as error:
         typer.echo(f"reprise up: {error}", err=True)
         status = 1
     raise typer.Exit(status)

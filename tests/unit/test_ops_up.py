@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.up import UNIX_PATH_BYTES_MAX, DataInUse, UpConfig, load_config, lock_data, specs, unix_path
+from ops.up import UNIX_PATH_BYTES_MAX, DataInUse, DataUnusable, UpConfig, load_config, lock_data, specs, unix_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +74,12 @@ def test_a_second_up_on_the_same_data_is_refused(tmp_path: Path) -> None:
         lock_data(tmp_path)
     os.close(held)
     os.close(lock_data(tmp_path))
+
+
+def test_a_data_directory_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataUnusable, match="file/data cannot be used as data directory: Not a directory"):
+        lock_data(tmp_path / "file" / "data")
 
 
 def test_a_closed_terminal_does_not_stop_the_service() -> None:
