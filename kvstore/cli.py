@@ -208,7 +208,10 @@ def explain_request(
     request_id: Annotated[str, typer.Argument(help="As in the response's x-request-id.")],
     log: Annotated[list[Path], typer.Option(help="Access log of a worker; repeat for several.")],
     store: Annotated[
-        list[str] | None, typer.Option(envvar="REPRISE_STORE", help="Store node; repeat for all nodes.")
+        list[str] | None,
+        typer.Option(
+            envvar="REPRISE_STORE", help="Store node; repeat for all nodes (in the variable, spaces between)."
+        ),
     ] = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,

@@ -66,6 +66,8 @@ def parse_address(text: str) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
+        if "," in text:
+            raise ValueError(f"address {text!r}: name one node at a time")
         raise ValueError(f"address {text!r}: write an IPv6 address in brackets, such as [::1]:7071")
     if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65_535:
         raise ValueError(f"{text!r} is not an address: write host:port, [::1]:port or unix:/path")

@@ -174,7 +174,7 @@ class Supervisor:
         self._state_stale = False
 
     def run(self) -> int:
-        """Start all, keep them running, stop all on SIGTERM, SIGINT or SIGHUP. Returns the exit status."""
+        """Start all, keep them running, stop all on SIGTERM, SIGINT or SIGHUP (not under nohup); returns the status."""
         with self._handled_signals():
             try:
                 while not self._signals and not self._failed:
@@ -371,7 +371,9 @@ class Supervisor:
         def count(_signal: int, _frame: object) -> None:
             self._signals += 1
 
-        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        caught = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: it is to outlive the terminal
+            caught.remove(signal.SIGHUP)
         before = {number: signal.signal(number, count) for number in caught}
         try:
             yield

@@ -57,7 +57,11 @@ class Grouping(StrEnum):
 
 StoreOption = Annotated[
     list[str] | None,
-    typer.Option("--store", envvar="REPRISE_STORE", help="Address of a node: unix:/path or HOST:PORT (repeatable)."),
+    typer.Option(
+        "--store",
+        envvar="REPRISE_STORE",
+        help="Address of a node: unix:/path or HOST:PORT (repeatable; in the variable, spaces between).",
+    ),
 ]
 TokenOption = Annotated[
     Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")

@@ -181,6 +181,20 @@ def test_a_child_that_cannot_even_be_started_is_given_up_with_the_reason(tmp_pat
     assert "/no/such/interpreter" in running.said[0]
 
 
+@pytest.mark.parametrize(("before", "stops"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_hangup_stops_the_service_unless_nohup_said_otherwise(
+    tmp_path: Path, before: signal.Handlers, stops: bool
+) -> None:
+    running = Running(tmp_path)
+    earlier = signal.signal(signal.SIGHUP, before)
+    try:
+        with running.supervisor._handled_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert bool(running.supervisor._signals) is stops
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+
+
 def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     """SIGKILL of the supervisor leaves no child behind."""
     script = (
