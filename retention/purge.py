@@ -78,10 +78,8 @@ def spaces_of_tenant(tenant: str, spaces: Mapping[SpaceId, Space]) -> tuple[Spac
     found = tuple(sorted(space_id for space_id, space in spaces.items() if space.tenant_salt == salt))
     if not found:
         user = f"{len(tenant.encode())}:{tenant}"
-        raise NothingMatched(
-            f"no space belongs to tenant {tenant!r}; the user of a request is named -/{user}, "
-            f"or BYTES:TENANT/{user} with API keys"
-        )
+        hint = f"; a request's user is named -/{user}, or BYTES:TENANT/{user} with API keys"
+        raise NothingMatched(f"no space belongs to tenant {tenant!r}{'' if '/' in tenant else hint}")
     return found
 
 
