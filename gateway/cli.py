@@ -19,9 +19,9 @@ from gateway.config import GatewayConfig, load_config, parse_classes
 from gateway.edge import print_line
 from gateway.errors import ConfigError
 from gateway.tenants import KeyRing, load_keys
+from kvstore.access import read_token
 
 EXIT_USAGE = 2
-TOKEN_BYTES_MAX = 4096
 
 app = typer.Typer(
     add_completion=False, help="Run the OpenAI-compatible gateway in front of prefill and decode workers."
@@ -80,7 +80,7 @@ def _run(config: GatewayConfig) -> None:
         config,
         keys=_keys(config, policy),
         policy=policy,
-        worker_token=_secret(config.worker_token_file),
+        worker_token=_token(config.worker_token_file),
         now_s=time.monotonic,
         log=print_line,
     )
@@ -100,7 +100,7 @@ def _policy_source(config: GatewayConfig) -> PolicySource | None:
     from kvstore.client import StoreClient
 
     try:
-        return StoreClient.connect(list(config.store), token=_secret(config.store_token_file))
+        return StoreClient.connect(list(config.store), token=_token(config.store_token_file))
     except ValueError as error:
         raise ConfigError(f"--store: {error}") from error
 
@@ -126,15 +126,9 @@ def _keys(config: GatewayConfig, policy: PolicySource | None) -> KeyRing | None:
         raise ConfigError(f"--keys: {error}") from error
 
 
-def _secret(path: str | None) -> str | None:
-    """The first line of a secret's file."""
-    if path is None:
-        return None
+def _token(path: str | None) -> str | None:
+    """The secret in a file, for a worker or a store."""
     try:
-        with open(path, encoding="utf-8") as file:
-            secret = file.read(TOKEN_BYTES_MAX).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token file {path}: {error}") from error
-    if not secret or "\n" in secret:
-        raise ConfigError(f"the token file {path} must hold one line")
-    return secret
+        return read_token(Path(path) if path is not None else None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -6,7 +6,6 @@ names are errors; without API keys the gateway listens on loopback only.
 
 from __future__ import annotations
 
-import ipaddress
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError
+from kvstore.access import is_loopback
 from kvstore.traffic import BUILT_IN_NAMES, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
 
 CONFIG_BYTES_MAX = 1 << 20
@@ -109,16 +109,6 @@ def check_worker_url(url: str) -> None:
         usable = False
     if not usable or any(letter.isspace() for letter in url):
         raise ConfigError(f"worker address {url!r} is not http://HOST:PORT")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_class(name: str, byte: int) -> None:

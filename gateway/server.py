@@ -21,12 +21,13 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.classes import PolicySource
-from gateway.config import GatewayConfig, is_loopback
+from gateway.config import GatewayConfig
 from gateway.edge import LogLine
 from gateway.errors import ConfigError
 from gateway.fleet import Fleet
 from gateway.routes import Services
 from gateway.tenants import KeyRing
+from kvstore.access import is_loopback
 
 BACKLOG = 1024
 CONNECTIONS_MAX = 4096

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore import limits
+from kvstore.access import read_token
 from kvstore.client import StoreClient
-from kvstore.config import ADMIN_DEFAULT, LISTEN_DEFAULT, load_config, read_token
+from kvstore.config import ADMIN_DEFAULT, LISTEN_DEFAULT, load_config
 from kvstore.errors import StoreError
 from kvstore.explain import Access, Explanation, explain, read_access
 from kvstore.keys import Space, SpaceId

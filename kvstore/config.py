@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import limits
-from kvstore.framing import is_loopback, parse_address
-from kvstore.units import parse_bytes, parse_seconds
+from kvstore.access import is_loopback
+from kvstore.framing import parse_address
+from kvstore.units import format_bytes_short, parse_bytes, parse_seconds
 
 CONFIG_BYTES_MAX = 256 * limits.KIB
-TOKEN_BYTES_MIN = 16
-TOKEN_BYTES_MAX = 4 * limits.KIB
 LISTEN_DEFAULT = "127.0.0.1:7071"
 ADMIN_DEFAULT = "127.0.0.1:7072"
 OFF = "off"
@@ -54,7 +53,7 @@ class StoreConfig:
         if len({path.absolute() for path in self.data}) != len(self.data):
             raise ValueError("a data directory is named twice")
         if self.capacity_bytes < limits.CAPACITY_BYTES_MIN * len(self.data):
-            raise ValueError(f"capacity {self.capacity_bytes} bytes is less than 8 MiB a data directory")
+            raise ValueError(f"capacity {format_bytes_short(self.capacity_bytes)} is less than 8 MiB a data directory")
         if not 1 <= self.connections_max <= 65_536:
             raise ValueError(f"connections_max {self.connections_max} is outside 1..65536")
         for name, seconds in (("state_ttl", self.state_ttl_s), ("sweep_every", self.sweep_every_s)):
@@ -168,20 +167,3 @@ def _read_toml(path: Path | None) -> Mapping[str, object]:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"cannot read the config {path}: {error}") from error
-
-
-def read_token(path: Path | None) -> str | None:
-    """The token in a file, without the line end. Raises ValueError for a file that cannot be one."""
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            token = file.read(TOKEN_BYTES_MAX + 1).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the token file {path} cannot be read: {error}") from error
-    if not TOKEN_BYTES_MIN <= len(token.encode()) <= TOKEN_BYTES_MAX:
-        raise ValueError(
-            f"the token file {path} must hold {TOKEN_BYTES_MIN}..{TOKEN_BYTES_MAX} bytes; "
-            f"make one with: head -c 32 /dev/urandom | base64 > {path}"
-        )
-    return token

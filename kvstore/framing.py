@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore import wire
+from kvstore.access import is_loopback
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
 
 SEND_BUFFER_BYTES = 1024 * 1024
@@ -72,11 +73,6 @@ def parse_address(text: str) -> Address:
     if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65_535:
         raise ValueError(f"{text!r} is not an address: write host:port, [::1]:port or unix:/path")
     return Address(name, host=host, port=int(port_text))
-
-
-def is_loopback(host: str) -> bool:
-    """True for names and numbers of this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------

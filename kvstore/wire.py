@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from kvstore import limits
+from kvstore.access import TOKEN_BYTES_MAX
 from kvstore.errors import InternalError, Overloaded, ProtocolError, StoreError, VersionMismatch, from_code
 from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, TokenDigest
 from kvstore.store import AckLevel, GetStatus, Lookup, Presence, PutOutcome, StateEntry
@@ -31,7 +32,6 @@ VERSION = 1
 FLAG_REPLY = 0x0001
 HEADER_BYTES = 40
 HELLO_BODY_BYTES_MAX = 8 * limits.KIB
-TOKEN_BYTES_MAX = 4 * limits.KIB
 ERROR_MESSAGE_BYTES_MAX = 2 * limits.KIB
 CONTROL_REPLY_BYTES_MAX = 64 * limits.MIB
 """JSON of one control answer; a daemon refuses to send more."""

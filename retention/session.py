@@ -17,6 +17,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from kvstore.access import read_token
 from kvstore.errors import PolicyConflict, StoreError
 from kvstore.store import Clock, Store
 from kvstore.traffic import ClassRules
@@ -31,7 +32,6 @@ EXIT_USAGE = 2
 EXIT_CONFLICT = 3
 EXIT_NOTHING = 4
 
-TOKEN_BYTES_MAX = 4096
 PLAIN_WIDTH = 200
 """Columns of a table that does not go to a terminal, so that a pipe sees every value whole."""
 
@@ -111,7 +111,7 @@ class Sessions:
             deadline_s = parse_seconds(deadline)
             if deadline_s <= 0:
                 raise ValueError("--deadline must be longer than 0 s")
-            token = _read_token(token_file)
+            token = read_token(token_file)
 
             def connect(some: Sequence[str]) -> Store:
                 return self.open_store(some, token)
@@ -141,17 +141,3 @@ def exit_codes() -> Iterator[None]:
 def _end(code: int, message: str) -> None:
     typer.echo(message, err=True)
     raise typer.Exit(code)
-
-
-def _read_token(path: Path | None) -> str | None:
-    """The token in a file, without the line end. Raises ValueError for a file that cannot be one."""
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            token = file.read(TOKEN_BYTES_MAX + 1).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the token file {path} cannot be read: {error}") from error
-    if not token or len(token.encode()) > TOKEN_BYTES_MAX:
-        raise ValueError(f"the token file {path} must hold 1..{TOKEN_BYTES_MAX} bytes")
-    return token

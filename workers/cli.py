@@ -17,7 +17,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from workers.config import ConfigError, WorkerConfig, load_config, read_token, split_address
+from kvstore.access import read_token
+from workers.config import ConfigError, WorkerConfig, load_config, split_address
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -60,7 +61,7 @@ def worker(
     try:
         settings = load_config(config, given)
         tokens = read_token(settings.token_file), read_token(settings.store_token_file)
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         _give_up(EXIT_CONFIG, str(error))
     raise SystemExit(run(settings, token=tokens[0], store_token=tokens[1]))
 

@@ -6,18 +6,17 @@ never written here, only the files that hold them.
 
 from __future__ import annotations
 
-import ipaddress
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from kvstore.access import is_loopback
 from kvstore.limits import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX
 from kvstore.units import parse_bytes, parse_seconds
 from workers.protocol import Fidelity, Role
 
-TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 4096
 REQUESTS_MAX = 10_000
 
 
@@ -123,35 +122,12 @@ def load_config(path: Path | None, given: Mapping[str, Any]) -> WorkerConfig:
     return WorkerConfig(**finished)
 
 
-def read_token(path: Path | None) -> str | None:
-    """The secret in a file, or None without a file. Raises ConfigError for one that is absent, too short or long."""
-    if path is None:
-        return None
-    try:
-        token = path.read_bytes()[: TOKEN_BYTES_MAX + 2].strip().decode("ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file {path}: {error}") from error
-    if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX:
-        raise ConfigError(f"token file {path}: a token has {TOKEN_BYTES_MIN}..{TOKEN_BYTES_MAX} characters")
-    return token
-
-
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises ConfigError."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdecimal() or int(port) > 65_535:
         raise ConfigError(f"listen: {address!r} is not HOST:PORT, such as 127.0.0.1:0")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 # --- parsing of single values -----------------------------------------------------------------------------------------

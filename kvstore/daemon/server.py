@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import limits, wire
+from kvstore.access import is_loopback
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.session import Backend, Connection, Session
 from kvstore.errors import Overloaded, StoreError, VolumeInUse
-from kvstore.framing import UNIX_PATH_BYTES_MAX, Channel, is_loopback, tune
+from kvstore.framing import UNIX_PATH_BYTES_MAX, Channel, tune
 
 BACKLOG = 1024
 REAP_EVERY_S = 0.25

@@ -23,7 +23,7 @@ from retention.policy import load_class_rules
 from retention.session import EXIT_CONFLICT, EXIT_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE
 from tests.support.spaces import a_chain, a_space, hit_blocks, put_chain
 
-TOKEN = "correct horse"
+TOKEN = "correct horse battery"
 BLOCKS = 6 * STRIPE_BLOCKS
 
 
@@ -163,7 +163,7 @@ def test_a_node_that_is_down_is_named_and_hides_no_other(fleet: Fleet) -> None:
 def test_a_wrong_token_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     """The store's token is needed for every command."""
     wrong = tmp_path / "wrong"
-    wrong.write_text("battery staple")
+    wrong.write_text("the secret of another store")
     for command in (["show"], ["policy", "get"], ["sweep"], ["pins"], ["purge", "--tenant", "acme"]):
         code, document, error = fleet.run(*command, token_file=wrong)
         assert (code, document) == (EXIT_FAILED, None), command

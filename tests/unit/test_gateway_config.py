@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import app
-from gateway.config import GatewayConfig, is_loopback, load_config, parse_classes, parse_listen
+from gateway.config import GatewayConfig, load_config, parse_classes, parse_listen
 from gateway.errors import ConfigError
 
 WORKERS = {"prefill": ["http://127.0.0.1:1"], "decode": ["http://127.0.0.1:2"]}
@@ -82,9 +82,6 @@ def test_addresses_and_classes() -> None:
     """The small parsers, right and wrong."""
     assert parse_listen("[::1]:0") == ("::1", 0)
     assert parse_classes("batch=16,scratch=17") == {"batch": 16, "scratch": 17}
-    assert [is_loopback(host) for host in ("127.8.0.1", "::1", "localhost", "10.0.0.1", "::", "loopback")] == [
-        True, True, True, False, False, False,
-    ]  # fmt: skip
     for wrong in ("batch", "batch=x", "=,"):
         with pytest.raises(ConfigError):
             GatewayConfig(**WORKERS, classes=parse_classes(wrong))  # type: ignore[arg-type]
@@ -96,7 +93,7 @@ def test_addresses_and_classes() -> None:
         ([], "at least one --prefill"),
         (["--listen", "0.0.0.0:0"], "without --keys"),
         (["--keys", "/nowhere/keys.toml"], "cannot read /nowhere/keys.toml"),
-        (["--worker-token-file", "/nowhere"], "cannot read the token file"),
+        (["--worker-token-file", "/nowhere"], "token file /nowhere cannot be read"),
         (["--policy-classes", "x"], "NAME=BYTE"),
         (["--store", "nonsense"], "--store"),
     ],

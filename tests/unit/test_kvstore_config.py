@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config import StoreConfig, load_config, read_token
+from kvstore.config import StoreConfig, load_config
 
 GIVEN: dict[str, object] = {"data": "/srv/a", "capacity": "1GiB"}
 
@@ -66,16 +66,3 @@ def test_a_missing_setting_is_asked_for() -> None:
 def test_beyond_loopback_with_a_token_is_allowed() -> None:
     config = load_config(None, {**GIVEN, "listen": "0.0.0.0:7071", "token_file": "/etc/token"})
     assert isinstance(config, StoreConfig)
-
-
-def test_tokens_are_read_and_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("a-token-long-enough\n")
-    assert read_token(path) == "a-token-long-enough"
-    assert read_token(None) is None
-    for content in (b"", b"short\n", b"x" * 5000, b"\xff" * 20):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="token file"):
-            read_token(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_token(tmp_path / "absent")

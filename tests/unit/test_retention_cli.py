@@ -17,6 +17,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from kvstore.access import TOKEN_BYTES_MAX
 from kvstore.errors import Unauthorized, Unavailable
 from kvstore.keys import tenant_salt
 from kvstore.store import Effect, Store
@@ -29,7 +30,6 @@ from retention.session import (
     EXIT_NOTHING,
     EXIT_OK,
     EXIT_USAGE,
-    TOKEN_BYTES_MAX,
 )
 from tests.support.spaces import PAYLOAD_BYTES, a_chain, a_space, hit_blocks, put_chain
 
@@ -517,9 +517,9 @@ def test_a_store_must_be_named(shop: Filled) -> None:
 def test_the_token_comes_from_a_file(shop: Filled, tmp_path: Path) -> None:
     """Line ends are not part of it; empty, binary and endless files are refused."""
     file = tmp_path / "token"
-    file.write_text("secret\n")
+    file.write_text("a-secret-long-enough\n")
     shop.ok("show", "--token-file", str(file))
-    assert shop.opened[-1] == (("node",), "secret")
+    assert shop.opened[-1] == (("node",), "a-secret-long-enough")
     for content in (b"", b" \n", b"\xff\xfe", b"x" * (TOKEN_BYTES_MAX + 1)):
         file.write_bytes(content)
         assert shop.run("show", "--token-file", str(file)).exit_code == EXIT_USAGE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.config import ConfigError, WorkerConfig, load_config, read_token
+from workers.config import ConfigError, WorkerConfig, load_config
 
 GIVEN: dict[str, Any] = {"role": "both", "model": "demo", "store": ["127.0.0.1:7071"], "data": Path("d")}
 
@@ -66,17 +66,3 @@ def test_listening_beyond_loopback_works_with_a_token() -> None:
     """And loopback without."""
     assert isinstance(load_config(None, GIVEN | {"listen": "0.0.0.0:0", "token_file": Path("t")}), WorkerConfig)
     assert load_config(None, GIVEN | {"listen": "[::1]:0"}).listen == "[::1]:0"
-
-
-def test_tokens_come_from_files_of_a_sane_size(tmp_path: Path) -> None:
-    """A token is stripped; an empty, short, huge or absent one is refused."""
-    path = tmp_path / "token"
-    path.write_text("0123456789abcdef\n")
-    assert read_token(path) == "0123456789abcdef"
-    assert read_token(None) is None
-    for content in ("", "short", "x" * 5000):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match="token"):
-            read_token(path)
-    with pytest.raises(ConfigError, match="token"):
-        read_token(tmp_path / "none")
