@@ -304,8 +304,6 @@ class Engine:
             self._waiting.pop(0)
             sequence.place = Place.LOADING
             self._loading.append(sequence)
-            if not sequence.generated:
-                sequence.queued_s = self._monotonic_s() - sequence.submitted_s
             if sequence.request.cache:
                 self._fetch(sequence)
             else:
@@ -338,13 +336,14 @@ class Engine:
         if sequence.place is not Place.LOADING or sequence.table is not table:
             return  # cancelled meanwhile
         sequence.chain = chain
-        sequence.load_s += fetched.load_s
+        began_s = self._monotonic_s()
         try:
             self._import(sequence, fetched)
         except BadPayload:  # verified bytes that are not this layout's: computed instead
             self.counts.imports_failed += 1
             fetched = replace(fetched, plan=cold_plan(len(sequence.tokens), reason=REASON_BAD), blocks=(), state=None)
             sequence.window_floor = 0
+        sequence.load_s += fetched.load_s + self._monotonic_s() - began_s
         self._begin(sequence, fetched)
 
     def _import(self, sequence: LiveSequence, fetched: Fetched) -> None:
@@ -381,7 +380,7 @@ class Engine:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def _replay_one(self) -> bool:
-        """One piece of one sequence's exact replay; beside it only decodes run in this step."""
+        """One piece of one sequence's exact replay; beside it decodes and short prefills run in this step."""
         for sequence in self._running:
             if sequence.replay is not None:
                 began_s = self._monotonic_s()
@@ -394,9 +393,10 @@ class Engine:
     def _run(self, *, replaying: bool) -> bool:
         """One forward over what the scheduler grants."""
         self._make_room()
-        ready = [item for item in self._running if item.replay is None and (item.decoding or not replaying)]
-        wanting = [Wanting(item.computed, item.remaining, item.decoding) for item in ready]
         settings = self._settings
+        most = settings.limits.chunk_tokens if replaying else settings.context_tokens
+        ready = [item for item in self._running if item.replay is None and item.remaining <= most]
+        wanting = [Wanting(item.computed, item.remaining, item.decoding) for item in ready]
         grants = schedule(wanting, settings.limits, settings.attention, self._cost)
         work = [(item, count) for item, count in zip(ready, grants, strict=True) if count]
         if not work:
@@ -475,6 +475,8 @@ class Engine:
             sequence.tokens.append(token)
             sequence.generated += 1
             self.counts.tokens_generated += 1
+            if sequence.generated == 1:
+                sequence.account_queued(self._monotonic_s())
             if sequence.chain is not None:
                 sequence.chain.append([token])
             sequence.role.token_chosen(sequence, token)
@@ -544,6 +546,8 @@ class Engine:
         if sequence.ticket is not None:
             self._parts.publisher.abandon(sequence.ticket)
         sequence.place = Place.ENDED
+        if not sequence.generated:
+            sequence.account_queued(self._monotonic_s())
         with self._wake:
             self._in_flight -= 1
         self._observe(sequence, outcome)

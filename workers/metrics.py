@@ -42,7 +42,7 @@ class WorkerMetrics:
         self._seconds = {
             name: Histogram(f"reprise_worker_{name}_seconds", help_text, ["role"], buckets=_SECONDS, registry=registry)
             for name, help_text in (
-                ("queued", "Waiting for slots."),
+                ("queued", "Waiting for slots and for the steps of others, until the first token."),
                 ("load", "Looking up and loading."),
                 ("compute", "Share of the model's steps."),
             )

@@ -1,8 +1,11 @@
-"""What runs in the next step: decode first, then prefill chunks in arrival order. Pure.
+"""What runs in the next step: decode first, then prefill chunks in arrival order, short ones beside a long one. Pure.
 
 Owns the cost of attention, the cost model's fit, and the division of one step. Does not know sequences, slots or time:
 it gets numbers and gives token counts. Replayed tokens are tokens like all others here, so a replay is charged to the
 chunk budget; the budget is at least one window plus one block, so that no replay can starve its own suffix.
+
+Invariant: nobody starves. The oldest prefill gets on in every step, with half of what prefills get or more; and
+whoever waits behind it is the oldest one day.
 """
 
 from __future__ import annotations
@@ -115,35 +118,59 @@ class Wanting:
     decoding: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is left of a step."""
+
+    sequences: int
+    tokens: int
+    seconds: float
+
+
 def schedule(wanting: Sequence[Wanting], limits: Limits, attention: Attention, cost: CostModel) -> list[int]:
     """Tokens for each sequence in this step (0: it waits). ``wanting`` is in arrival order.
 
     Every decode gets its token (up to ``sequences_max``); prefills share what is left of the chunk budget, in order.
+    Behind an oldest one that wants more than a chunk, those that want a chunk at most go first with half of the step,
+    the shortest before the others: a short prompt waits for steps, not for a long prompt, which takes twice as long at
+    most.
     """
     grants = [0] * len(wanting)
-    room, tokens, pairs = limits.sequences_max, 0, 0.0
-    for index, item in enumerate(wanting):
-        if item.decoding and room:
-            grants[index] = 1
-            room -= 1
-            tokens += 1
-            pairs += attention.pairs(item.past, 1)
-    busy = tokens > 0
-    budget, first = max(limits.chunk_tokens - tokens, limits.block_tokens), True
-    for index, item in enumerate(wanting):
-        if item.decoding or not room or budget <= 0:
-            continue
-        count = min(item.remaining, budget)
-        if busy and cost.known:
-            left_s = limits.step_s_target - cost.seconds(tokens, pairs)
-            fitting = chunk_within(left_s, item.past, count, attention, cost)
-            count = max(fitting, min(count, limits.block_tokens)) if first else fitting
-        if count <= 0:
-            break  # first come, first served: nobody overtakes
-        grants[index] = count
-        room, budget, first = room - 1, budget - count, False
-        tokens += count
-        pairs += attention.pairs(item.past, count)
+    decodes = [index for index, item in enumerate(wanting) if item.decoding][: limits.sequences_max]
+    for index in decodes:
+        grants[index] = 1
+    timed = cost if decodes else CostModel()  # no cost, no limit: nobody waits for the step's end
+    spent_s = timed.seconds(len(decodes), sum(attention.pairs(wanting[index].past, 1) for index in decodes))
+    left = _Left(
+        limits.sequences_max - len(decodes),
+        max(limits.chunk_tokens - len(decodes), limits.block_tokens),
+        limits.step_s_target - (spent_s if timed.known else 0.0),
+    )
+
+    def fill(queue: Sequence[int], left: _Left, floor: int) -> _Left:
+        """Grant in order until nothing fits; the first gets ``floor`` tokens even if the time is short."""
+        for index in queue:
+            item = wanting[index]
+            count = min(item.remaining, left.tokens) if left.sequences > 0 else 0
+            count = max(chunk_within(left.seconds, item.past, count, attention, timed), min(count, floor))
+            if count <= 0:
+                break  # in order: nobody overtakes
+            grants[index], floor = count, 0
+            took_s = timed.token_s * count + timed.pair_s * attention.pairs(item.past, count)
+            left = _Left(left.sequences - 1, left.tokens - count, left.seconds - took_s)
+        return left
+
+    prefills = [index for index, item in enumerate(wanting) if not item.decoding]
+    if prefills and wanting[prefills[0]].remaining > limits.chunk_tokens:
+        short = [index for index in prefills if wanting[index].remaining <= limits.chunk_tokens]
+        half = _Left(left.sequences - 1, left.tokens // 2, left.seconds / 2)
+        rest = fill(sorted(short, key=lambda index: wanting[index].remaining), half, limits.block_tokens // 2)
+        left = _Left(
+            left.sequences - half.sequences + rest.sequences,
+            left.tokens - half.tokens + rest.tokens,
+            left.seconds - half.seconds + rest.seconds,
+        )
+    fill([index for index in prefills if not grants[index]], left, limits.block_tokens)
     return grants
 
 

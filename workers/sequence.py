@@ -47,7 +47,11 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds that one request spent."""
+    """Seconds that one request spent. When its first token is chosen they add up to the time since it was submitted.
+
+    ``queued_s``: waiting for slots, for a thread to load it, and for the steps of others, until the first token.
+    ``compute_s``: its share of the steps that it ran in, by tokens.
+    """
 
     queued_s: float = 0.0
     load_s: float = 0.0
@@ -142,6 +146,10 @@ class LiveSequence:
             self.fetched, kept = fetched, now
         self.fetched = replace(self.fetched, failed_loads=failed_loads)
         self.reuse = kept.model_copy(update={"exact": exact})
+
+    def account_queued(self, now_s: float) -> None:
+        """All the time that was neither loading nor its share of a step was waiting."""
+        self.queued_s = max(0.0, now_s - self.submitted_s - self.load_s - self.compute_s)
 
     @property
     def remaining(self) -> int:

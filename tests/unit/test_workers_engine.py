@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tests.support.faulty_store import FaultyStore, forget_states
 from tests.support.worker_bench import Answer, Bench
 from workers.batch import Slice
 from workers.errors import Rejected
+from workers.layout import KvMemory
 from workers.protocol import Finished, FirstToken, HandedOff, Tokens, WorkerFailure
 from workers.scheduler import CostModel
 from workers.slots import Slots
@@ -295,6 +296,41 @@ def test_slow_lookup_ends_at_its_deadline(store: MemoryStore) -> None:
         answer = worker.prefill(TOKENS[:100])
         assert (answer.reuse.hit_tokens, answer.reuse.reason) == (0, "deadline")
         assert 0.04 < answer.first.load_s < 0.4
+
+
+class TickingModel(FakeModel):
+    """Every forward takes a second of a clock of its own."""
+
+    now_s = 100.0
+
+    def forward(self, memory: KvMemory, slices: Sequence[Slice]) -> list[int]:
+        self.now_s += 1.0
+        return super().forward(memory, slices)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_short_prompt_overtakes_a_long_one_and_its_wait_is_told(store: MemoryStore, cache: bool) -> None:
+    """It is answered after a step or two of the long one; queued + load + compute is the time until its first token,
+    and the long one's answer does not change."""
+    model = TickingModel("ssgsg", 8)
+    with bench(store, model, pages=128) as worker:
+        worker.engine._monotonic_s = lambda: model.now_s
+        _, long = worker.start_prefill(TOKENS)
+        while worker.engine.counts.tokens_computed < 200:
+            worker.engine.step()
+        began_s, steps_before = model.now_s, worker.engine.counts.steps
+        _, short = worker.start_prefill(TOKENS[300:330], cache=cache)
+        while not short.of(FirstToken):
+            worker.engine.step()
+        took = short.first
+        assert took.queued_s + took.load_s + took.compute_s == pytest.approx(model.now_s - began_s)
+        assert 0.0 < took.compute_s < 1.0, "its share of one step"
+        if not cache:  # no fetch on a thread of its own, during which the long one may go far
+            assert not long.of(FirstToken)
+            assert worker.engine.counts.steps == steps_before + 1
+        worker.settle()
+        assert long.tokens == HYBRID.expected(TOKENS, 1)
+        assert short.tokens == HYBRID.expected(TOKENS[300:330], 1)
 
 
 def test_load_slower_than_computing_is_declined(store: MemoryStore) -> None:

@@ -44,6 +44,41 @@ def test_prefills_run_in_arrival_order() -> None:
     assert grants == [50, 14, 0]
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Those that want a chunk at most share half of the step, the shortest first; the long one gets the rest."""
+    wanting = [Wanting(0, 3000, False), Wanting(0, 2000, False), Wanting(0, 60, False), Wanting(3200, 20, False)]
+    assert schedule(wanting, LIMITS, ATTENTION, CostModel()) == [32, 0, 12, 20]
+    assert schedule(wanting[:2], LIMITS, ATTENTION, CostModel()) == [64, 0]
+    slow = CostModel(1.0, 1e-2, 1e-5)  # a step is late already: a block for the long one, half a one for the short one
+    assert schedule([Wanting(9, 1, True), *wanting], LIMITS, ATTENTION, slow) == [1, 16, 0, 0, 8]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 400)), min_size=1, max_size=12),
+    st.booleans(),
+    st.sampled_from([CostModel(), CostModel(0.01, 1e-3, 1e-7), CostModel(0.5, 1e-2, 1e-5)]),
+)
+def test_nobody_starves_however_short_the_others_are(
+    arrivals: list[tuple[int, int]], decoding: bool, cost: CostModel
+) -> None:
+    """In every step the oldest gets half of what prefills get or more (or all it wants), so that every prompt is done
+    after as many steps as its own and the older ones' tokens take by halves."""
+    limits = Limits(chunk_tokens=64, block_tokens=16, window=16, sequences_max=4)
+    due = sorted(arrivals)
+    live: list[list[int]] = []  # tokens computed, tokens left: in arrival order
+    steps_max = sum(-(-tokens // 8) + 1 for _, tokens in arrivals) + 41
+    for step in range(steps_max):
+        while due and due[0][0] <= step:
+            live.append([0, due.pop(0)[1]])
+        wanting = [Wanting(past, left, False) for past, left in live]
+        grants = schedule([*wanting, *[Wanting(50, 1, True)] * decoding], limits, ATTENTION, cost)[: len(live)]
+        if live:
+            assert 2 * grants[0] >= min(2 * live[0][1], sum(grants))
+        live = [[past + count, left - count] for (past, left), count in zip(live, grants, strict=True) if left > count]
+    assert not live
+    assert not due
+
+
 def test_chunk_shrinks_with_depth_while_somebody_decodes() -> None:
     """Attention deep in a prompt costs more, so that fewer tokens fit the step's time; alone, the budget rules."""
     cost = CostModel(0.0, 1e-4, 1e-6)
