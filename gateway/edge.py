@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -163,4 +164,5 @@ class Edge:
 
 def print_line(line: dict[str, Any]) -> None:
     """The log of a process: one JSON object a line on standard error."""
-    print(json.dumps({"time_s": round(time.time(), 3)} | line, ensure_ascii=False), file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may be gone; answers in work are finished all the same
+        print(json.dumps({"time_s": round(time.time(), 3)} | line, ensure_ascii=False), file=sys.stderr, flush=True)

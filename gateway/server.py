@@ -1,8 +1,8 @@
 """The listening process: socket, uvicorn, the healthy line, endpoints.json, the drain.
 
 Owns what happens between a finished configuration and the end of the process. Does not know requests. Invariants: the
-address is written only once the socket listens; SIGTERM and SIGINT refuse new requests, let those in work finish within
-``drain_s``, and exit with 0.
+address is written only once the socket listens; SIGTERM, SIGINT and SIGHUP (not under nohup) refuse new requests,
+let those in work finish within ``drain_s``, and exit with 0.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gateway.fleet import Fleet
 from gateway.routes import Services
 from gateway.tenants import KeyRing
 from kvstore.access import is_loopback
+from kvstore.signals import stop_signals
 
 BACKLOG = 1024
 CONNECTIONS_MAX = 4096
@@ -111,7 +112,7 @@ def serve(
         ws="none",
     )
     server = DrainingServer(settings, services=app.state.services, url=url, note=note)
-    with listener, _endpoints(config.data, url), _quiet_signals():
+    with listener, _endpoints(config.data, url), _stopped_by_signals(server):
         server.run(sockets=[listener])
 
 
@@ -156,13 +157,11 @@ def _endpoints(data: str | None, url: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises the signal that stopped it once more at its end; a clean drain is exit 0, so it is ignored."""
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        pass
-
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+def _stopped_by_signals(server: DrainingServer) -> Iterator[None]:
+    """uvicorn knows nothing of SIGHUP, and raises what stopped it once more at its end: that then asks for nothing new,
+    and the exit is 0.
+    """
+    before = {number: signal.signal(number, server.handle_exit) for number in stop_signals()}
     try:
         yield
     finally:

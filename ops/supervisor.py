@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvstore.signals import stop_signals
 from ops.rotating_log import RotatingLog
 
 TICK_S = 0.1
@@ -371,10 +372,7 @@ class Supervisor:
         def count(_signal: int, _frame: object) -> None:
             self._signals += 1
 
-        caught = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: it is to outlive the terminal
-            caught.remove(signal.SIGHUP)
-        before = {number: signal.signal(number, count) for number in caught}
+        before = {number: signal.signal(number, count) for number in stop_signals()}
         try:
             yield
         finally:

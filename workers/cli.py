@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -119,7 +120,8 @@ def write_endpoints(path: Path, endpoints: Mapping[str, Any]) -> None:
 
 
 def _say(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, **fields}, separators=(",", ":")), flush=True)
+    with suppress(OSError):  # the terminal may be gone
+        print(json.dumps({"event": event, **fields}, separators=(",", ":")), flush=True)
 
 
 def _give_up(status: int, message: str) -> NoReturn:

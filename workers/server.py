@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
+from kvstore.signals import stop_signals
 from workers.errors import Rejected
 from workers.protocol import (
     DECODE_PATH,
@@ -220,10 +221,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(worker: Worker, listener: socket.socket, *, token: str | None, drain_s: float) -> None:
-    """Serve until SIGTERM or SIGINT, then let requests in flight end within ``drain_s``."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # uvicorn raises the signal again when it is done; nothing is left then
-        signal.signal(number, lambda _number, _frame: None)
-    WorkerServer(worker, token, drain_s).run(sockets=[listener])
+    """Serve until a signal asks for the end, then let requests in flight end within ``drain_s``."""
+    server = WorkerServer(worker, token, drain_s)
+    for number in stop_signals():  # uvicorn knows nothing of SIGHUP, and raises what stopped it again when it is done
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listener])

@@ -1,7 +1,8 @@
 """One daemon process: node, data plane, admin endpoint, signals.
 
 Owns the order of starting and stopping. Does not know what any part does. Invariants: ``endpoints.json`` exists only
-while the daemon serves; SIGTERM and SIGINT stop accepting, let requests in flight finish, close the node, and exit 0.
+while the daemon serves; SIGTERM, SIGINT and SIGHUP (not under nohup) stop accepting, let requests in flight finish,
+close the node, and exit 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,7 @@ from kvstore.daemon.admin import AdminServer, create_app
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
+from kvstore.signals import stop_signals
 from kvstore.store import SystemClock
 from kvstore.traffic import ClassRules
 
@@ -37,7 +39,7 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, token: str | N
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, on_signal)
     began_s = time.monotonic()
     with ExitStack() as parts:
@@ -60,7 +62,8 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, token: str | N
         print(json.dumps({**ready, "started_s": round(time.monotonic() - began_s, 3)}), flush=True)
         stop.wait()
         log.info("draining for at most %.0f s", config.drain_s)
-    print(json.dumps({"event": "store_stopped"}), flush=True)
+    with suppress(OSError):  # the terminal may be gone
+        print(json.dumps({"event": "store_stopped"}), flush=True)
 
 
 def _node_config(config: StoreConfig) -> NodeConfig:

@@ -1,4 +1,4 @@
-"""The gateway as a process: it says when it is healthy, where it listens, and drains at SIGTERM."""
+"""The gateway as a process: it says when it is healthy, where it listens, and drains when it is to stop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class Process:
     def __init__(self, arguments: list[str]) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "gateway", *arguments], stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-m", "gateway", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         )
         self.lines: list[dict[str, Any]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -64,8 +68,9 @@ def workers(tmp_path: Path) -> Iterator[list[FakeWorker]]:
         worker.stop()
 
 
-def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: Path) -> None:
-    """Port 0 is told in endpoints.json; after SIGTERM the answer in progress is completed and the exit is 0."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: Path, number: signal.Signals) -> None:
+    """Port 0 is told in endpoints.json; after the signal the answer in progress is completed and the exit is 0."""
     data = tmp_path / "data"
     process = Process(
         ["--prefill", workers[0].url, "--decode", workers[1].url, "--listen", "127.0.0.1:0", "--data", str(data)]
@@ -82,7 +87,7 @@ def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: P
             with client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
                 lines = answer.iter_lines()
                 next(lines)
-                process.child.send_signal(signal.SIGTERM)
+                process.child.send_signal(number)
                 rest = "".join(lines)
             assert rest.endswith("data: [DONE]")
         assert process.child.wait(20) == 0

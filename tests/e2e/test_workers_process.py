@@ -34,7 +34,13 @@ def command(data: Path, *options: str) -> list[str]:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A worker whose store is not there, and its endpoints.json."""
-    process = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+    )
     try:
         ends_s = time.monotonic() + START_S_MAX
         while not (tmp_path / "endpoints.json").exists():
@@ -47,14 +53,15 @@ def worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, An
         process.communicate(timeout=10)
 
 
-def test_worker_without_a_store_serves_and_drains_on_sigterm(
-    worker: tuple[subprocess.Popen[str], dict[str, Any]],
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_worker_without_a_store_serves_and_drains_on_a_signal(
+    worker: tuple[subprocess.Popen[str], dict[str, Any]], number: signal.Signals
 ) -> None:
-    """The store is down from the start: requests are served, all miss. SIGTERM in mid-answer: the answer is finished,
-    then the process ends with 0, having said one JSON line when it was healthy."""
+    """The store is down from the start: requests are served, all miss. The signal in mid-answer: the answer is
+    finished, then the process ends with 0, having said one JSON line when it was healthy."""
     process, endpoints = worker
     assert endpoints["pid"] == process.pid
-    asyncio.run(_use_and_stop(process, endpoints["listen"]))
+    asyncio.run(_use_and_stop(process, endpoints["listen"], number))
     assert process.wait(30) == 0
     assert process.stdout is not None
     lines = [json.loads(line) for line in process.stdout.read().splitlines()]
@@ -65,7 +72,7 @@ def test_worker_without_a_store_serves_and_drains_on_sigterm(
     assert lines[-1]["event"] == "worker_stopped"
 
 
-async def _use_and_stop(process: subprocess.Popen[str], address: str) -> None:
+async def _use_and_stop(process: subprocess.Popen[str], address: str, number: signal.Signals) -> None:
     async with WorkerClient.open(address) as client:
         assert await client.healthy()
         events = [
@@ -80,7 +87,7 @@ async def _use_and_stop(process: subprocess.Popen[str], address: str) -> None:
             )
         )
         await anext(stream)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         rest = [event async for event in stream]
         assert isinstance(rest[-1], Finished)
         assert len(rest) == 300

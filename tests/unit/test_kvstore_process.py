@@ -40,6 +40,11 @@ def folder() -> Iterator[Path]:
         yield path
 
 
+def hear_hangups() -> None:
+    """The tests themselves may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
@@ -50,6 +55,7 @@ def start(folder: Path, *options: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
+        preexec_fn=hear_hangups,
     )
 
 
@@ -67,8 +73,10 @@ def daemon(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate(timeout=20)
 
 
-def test_a_daemon_lives_and_ends_cleanly(folder: Path) -> None:
-    """It says where it listens, answers health, metrics and stats, drains on SIGTERM, and exits 0."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_daemon_lives_and_ends_cleanly(folder: Path, number: signal.Signals) -> None:
+    """It says where it listens, answers health, metrics and stats, drains when it is told to stop or its terminal is
+    closed, and exits 0."""
     with daemon(folder) as (process, ready):
         endpoints = json.loads((folder / "data" / "endpoints.json").read_text())
         assert {key: ready[key] for key in endpoints} == endpoints
@@ -87,7 +95,7 @@ def test_a_daemon_lives_and_ends_cleanly(folder: Path) -> None:
         shown = CliRunner().invoke(APP, ["stat", ready["listen"], "--json"])
         assert shown.exit_code == 0
         assert json.loads(shown.stdout)[ready["listen"]]["blocks"] == 5
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         out, _ = process.communicate(timeout=20)
         assert process.returncode == 0
         assert json.loads(out) == {"event": "store_stopped"}
@@ -168,6 +176,7 @@ def test_a_token_guards_both_endpoints(folder: Path) -> None:
     [
         (["--unix", "/tmp/" + "x" * 120], 2, "107 bytes"),
         (["--segment-bytes", "60MiB"], 1, "segments"),
+        (["--capacity", "1EiB"], 1, "capacity of 1EiB is more than the whole file system"),
     ],
 )
 def test_a_daemon_that_cannot_start_says_why(folder: Path, options: list[str], code: int, says: str) -> None:
