@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PIN_UNTIL_S_MAX
 from kvstore.store import FLAGS_KNOWN, AckLevel, BlockPut, Pin
 from kvstore.traffic import CLASS_MAX, ClassRules
+from kvstore.units import format_bytes
 
 
 def check_put(blocks: Sequence[BlockPut], traffic_class: int, ack: AckLevel, checksums: Sequence[int] | None) -> None:
@@ -33,7 +34,9 @@ def check_pins(pins: Sequence[Pin]) -> None:
 
 def check_rules(rules: ClassRules | None, capacity_bytes: int) -> None:
     if rules is not None and sum(rule.floor_bytes for rule in rules.rules) > capacity_bytes:
-        raise ValueError(f"the floors of all classes together are more than the capacity of {capacity_bytes} bytes")
+        raise ValueError(
+            f"the floors of all classes are together more than the capacity of {format_bytes(capacity_bytes)}"
+        )
 
 
 def check_count(items: Sequence[object], count_max: int, what: str, unit: str) -> None:

@@ -34,7 +34,7 @@ from kvstore.daemon.record import checksum_of
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.tallies import merge_effects
-from kvstore.daemon.volume import Volume, VolumeLayout, divide
+from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
 from kvstore.daemon.writer import Incoming
 from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, Unavailable
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
@@ -122,18 +122,18 @@ class Node:
         """Lock, check and recover every directory.
 
         ``rules`` begin a new store; one that has a policy already keeps it (change it by ``set_policy``), so that a
-        restart
-        changes no deadline. Raises VolumeInUse, VolumeFormat, VolumeError.
+        restart changes no deadline. Raises VolumeInUse, VolumeFormat, VolumeError; a capacity that cannot be had leaves
+        no trace.
         """
         if not config.directories or len(set(config.directories)) != len(config.directories):
             raise ValueError("a node needs one data directory or more, each once")
         _raise_open_files_limit()
+        _check_capacity(config, rules)
         opened: list[Volume] = []
         shards: list[Shard] = []
         try:
             opened = [Volume.open(Path(path), create=True) for path in config.directories]
             layouts = [_layout(volume, config) for volume in opened]
-            check_rules(rules, sum(layout.capacity_bytes for layout in layouts))
             initial = Policy(1, rules, policy_text) if rules is not None else None
             paths = [volume.catalog_path for volume in opened]
             path = next((path for path in paths if path.exists()), paths[0])
@@ -581,6 +581,15 @@ class Node:
                 return
             except Exception:  # the thread's seam: a sweep that failed is tried again at the next interval
                 log.exception("sweep_failed")
+
+
+def _check_capacity(config: NodeConfig, rules: ClassRules | None) -> None:
+    """Refuse what could never work before anything is made on disk. Raises VolumeError, ValueError."""
+    share_bytes = config.capacity_bytes // len(config.directories)
+    divide(share_bytes, config.segment_bytes)
+    check_rules(rules, share_bytes * len(config.directories))
+    for path in config.directories:
+        check_file_system(Path(path), share_bytes)
 
 
 def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:

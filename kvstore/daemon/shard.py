@@ -36,13 +36,14 @@ from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged,
 from kvstore.daemon.recovery import Recovered, recover
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
-from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system
+from kvstore.daemon.volume import Volume, VolumeLayout
 from kvstore.daemon.writer import Incoming, Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import TOMBSTONES_MAX
 from kvstore.store import AckLevel, BlockInfo, ClassEffect, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
+from kvstore.units import format_bytes
 
 CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
@@ -98,7 +99,6 @@ class Shard:
         Raises VolumeError if what is protected does not fit a lowered capacity.
         """
         begin_s = time.monotonic()
-        check_file_system(volume.path, layout.capacity_bytes)
         segments = SegmentSet.open(
             files, volume.segments_path, layout.segment_bytes, layout.segments_max, new_generation, now_s
         )
@@ -118,7 +118,7 @@ class Shard:
             shard.set_pins(pins)
             if not shard._reclaimer.reduce_to_capacity(now_s):
                 raise VolumeError(
-                    f"{volume.path} holds more pinned or guaranteed blocks than {layout.capacity_bytes} bytes: "
+                    f"{volume.path} holds more pinned or guaranteed blocks than {format_bytes(layout.capacity_bytes)}: "
                     "raise the capacity, unpin, or lower the floors"
                 )
             return shard

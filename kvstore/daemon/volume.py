@@ -28,6 +28,7 @@ from kvstore.limits import (
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
 )
+from kvstore.units import format_bytes, format_bytes_short
 
 VOLUME_VERSION = 1
 LOCK_NAME, FORMAT_NAME, CATALOG_NAME = "LOCK", "FORMAT", "catalog.json"
@@ -64,15 +65,16 @@ def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayou
     """
     if capacity_bytes < CAPACITY_BYTES_MIN:
         raise VolumeError(
-            f"capacity of {capacity_bytes} bytes a data directory: it needs at least {CAPACITY_BYTES_MIN // MIB} MiB"
+            f"capacity of {format_bytes(capacity_bytes)} a data directory: it needs at least "
+            f"{format_bytes(CAPACITY_BYTES_MIN)}"
         )
     if segment_bytes is None:
         fitting = 1 << max(0, (capacity_bytes // 32).bit_length() - 1)
         segment_bytes = min(SEGMENT_BYTES_DEFAULT, max(SEGMENT_BYTES_MIN, fitting))
     if not SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX or segment_bytes % FIRST_RECORD:
         raise VolumeError(
-            f"segments of {segment_bytes} bytes: use {SEGMENT_BYTES_MIN // MIB} MiB..{SEGMENT_BYTES_MAX // GIB} GiB, "
-            f"a multiple of {FIRST_RECORD} bytes"
+            f"segments of {format_bytes(segment_bytes)}: use {format_bytes(SEGMENT_BYTES_MIN)}.."
+            f"{format_bytes(SEGMENT_BYTES_MAX)}, a multiple of {format_bytes(FIRST_RECORD)}"
         )
     layout = VolumeLayout(
         capacity_bytes=capacity_bytes,
@@ -82,8 +84,8 @@ def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayou
     )
     if layout.segments_max < SEGMENTS_MIN:
         raise VolumeError(
-            f"capacity of {capacity_bytes} bytes holds {layout.segments_max} segments of {segment_bytes} bytes; "
-            f"it needs {SEGMENTS_MIN}: raise the capacity or choose smaller segments"
+            f"capacity of {format_bytes(capacity_bytes)} holds {layout.segments_max} segments of "
+            f"{format_bytes(segment_bytes)}; it needs {SEGMENTS_MIN}: raise the capacity or choose smaller segments"
         )
     return layout
 
@@ -125,7 +127,8 @@ class Volume:
             return
         if self.segment_bytes is not None:
             raise VolumeError(
-                f"{self.path} was made with segments of {self.segment_bytes} bytes, not {segment_bytes}: "
+                f"{self.path} was made with segments of {format_bytes(self.segment_bytes)}, not "
+                f"{format_bytes(segment_bytes)}: "
                 "leave the segment size out, or use another directory"
             )
         content = {
@@ -162,12 +165,18 @@ class Volume:
 
 
 def check_file_system(path: Path, capacity_bytes: int) -> None:
-    """Raise VolumeError if the file system could never hold the capacity; warn if it cannot now."""
-    facts = os.statvfs(path)
+    """Raise VolumeError if the file system could never hold the capacity; warn if it cannot now.
+
+    The directory need not exist yet, and is not made.
+    """
+    try:
+        facts = os.statvfs(next(place for place in (path, *path.absolute().parents) if place.exists()))
+    except OSError as error:
+        raise VolumeError(f"data directory {path} cannot be used: {error.strerror}") from error
     if capacity_bytes > facts.f_blocks * facts.f_frsize:
         raise VolumeError(
-            f"capacity of {capacity_bytes} bytes is more than the whole file system of {path} "
-            f"({facts.f_blocks * facts.f_frsize} bytes): lower the capacity"
+            f"capacity of {format_bytes(capacity_bytes)} is more than the whole file system of {path} "
+            f"({format_bytes_short(facts.f_blocks * facts.f_frsize)}): lower the capacity"
         )
     if capacity_bytes > facts.f_bavail * facts.f_frsize:
         log.warning("capacity_beyond_free_space path=%s free_bytes=%d", path, facts.f_bavail * facts.f_frsize)

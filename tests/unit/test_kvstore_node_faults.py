@@ -21,7 +21,7 @@ from kvstore.keys import BlockName, SpaceId, TokenChain
 from kvstore.limits import MIB
 from kvstore.store import FLAG_APPROXIMATE, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
-from kvstore.traffic import AGENT, CHAT
+from kvstore.traffic import AGENT, CHAT, ClassRules
 from tests.support.faults import FaultyFiles
 from tests.support.nodes import open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
@@ -63,6 +63,25 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield made
     made.files.errors.clear()
     made.node.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "floor_bytes", "says"),
+    [
+        ({"capacity_bytes": 2**60}, 0, "capacity of 1EiB is more than the whole file system"),
+        ({"segment_bytes": 60 * MIB}, 0, "holds 1 segments of 60MiB; it needs 3"),
+        ({}, 65 * MIB, "more than the capacity of 64MiB"),
+    ],
+)
+def test_a_start_with_a_capacity_that_cannot_be_had_leaves_no_trace(
+    tmp_path: Path, changes: dict[str, int], floor_bytes: int, says: str
+) -> None:
+    """A refused first start makes nothing on disk, so the corrected command is a first start again."""
+    config = replace(NodeConfig(directories=(tmp_path / "data",), capacity_bytes=64 * MIB), **changes)
+    rules = ClassRules((replace(TEST_RULES.rules[0], floor_bytes=floor_bytes), *TEST_RULES.rules[1:]))
+    with pytest.raises((VolumeError, ValueError), match=says):
+        Node.open(config, ManualClock(), rules)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_index_that_takes_no_writes_costs_no_block_and_is_mended(bench: Bench) -> None:

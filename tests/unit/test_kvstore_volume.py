@@ -35,11 +35,11 @@ def test_the_parts_never_exceed_the_capacity(capacity_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("capacity_bytes", "segment_bytes", "problem"),
     [
-        (CAPACITY_BYTES_MIN - 1, None, "at least 8 MiB"),
+        (CAPACITY_BYTES_MIN - 1, None, "at least 8MiB"),
         (64 * MIB, 64 * MIB, "holds 0 segments"),
-        (GIB, 1000, "segments of 1000 bytes"),
-        (GIB, 2 * MIB + 1, "multiple of 4096"),
-        (GIB, 8 * GIB, "MiB..4 GiB"),
+        (GIB, 1000, "segments of 1000B"),
+        (GIB, 2 * MIB + 1, "multiple of 4KiB"),
+        (GIB, 8 * GIB, "MiB..4GiB"),
     ],
 )
 def test_capacities_that_cannot_work_are_refused(capacity_bytes: int, segment_bytes: int | None, problem: str) -> None:
@@ -98,14 +98,17 @@ def test_a_file_in_place_of_the_directory_is_an_error_of_the_volume(tmp_path: Pa
 
 def test_the_segment_size_is_fixed_when_the_directory_is_made(tmp_path: Path) -> None:
     volume = a_volume(tmp_path)
-    with pytest.raises(VolumeError, match="was made with segments of 1048576 bytes"):
+    with pytest.raises(VolumeError, match="was made with segments of 1MiB, not 2MiB"):
         volume.fix_segment_bytes(2 * MIB)
     volume.close()
 
 
 def test_a_capacity_beyond_the_file_system_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(VolumeError, match="more than the whole file system"):
-        check_file_system(tmp_path, 2**60)
+    """Sizes are told in units, and a directory that does not exist yet is judged by where it would lie."""
+    with pytest.raises(VolumeError, match=r"capacity of 1EiB is more .* \(\d+\.\d [KMGTP]iB\)"):
+        check_file_system(tmp_path / "not" / "yet", 2**60)
+    check_file_system(tmp_path / "not" / "yet", MIB)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_first_start_that_ended_early_leaves_a_directory_that_can_be_started_on(tmp_path: Path) -> None:
