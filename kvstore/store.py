@@ -135,7 +135,8 @@ class BlockPut:
 class BlockInfo:
     """What a scan tells of one stored block. Times are seconds since the epoch, sizes bytes.
 
-    ``touches``: last touch per class byte; keep-until is the maximum over them of touch + keep_for of the class.
+    ``touches``: last touch per class byte (stored as u32); keep-until is the maximum over them of touch + keep_for of
+    the class (an i64, never stored).
     """
 
     key: BlockKey

@@ -26,7 +26,8 @@ BUILT_IN_NAMES: Mapping[str, TrafficClass] = {"agent": AGENT, "chat": CHAT}
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}\Z")
 CODECS = ("none", "zstd")
 KEEP_FOR_S_MAX = 50 * 365 * 86_400
-"""Fifty years: longer promises are refused, so that a deadline fits a u32 of seconds for touches until 2056."""
+"""Fifty years; a longer promise is a slip of the pen. Only touches are stored, as u32 seconds (good until 2106): a
+deadline is computed from them and the rules in force, as an i64, so no promise can overflow it."""
 FLOOR_BYTES_MAX = 2**60
 PRIORITY_MAX = 1_000_000
 
