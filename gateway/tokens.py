@@ -2,7 +2,8 @@
 
 Owns the seam to transformers (tokenizers only: works without torch). Does not know HTTP or workers. Invariants: control
 tokens inside a caller's text are encoded as text; a chat template is foreign code, so whatever it raises becomes a
-BadRequest; the texts a ``Detokenizer`` returns, joined, are what decoding all tokens at once would give.
+BadRequest, and tools that it would drop without a word are refused; the texts a ``Detokenizer`` returns, joined, are
+what decoding all tokens at once would give.
 """
 
 from __future__ import annotations
@@ -121,25 +122,40 @@ class ModelTokenizer:
         template = str(self._encoder.chat_template)
         rows = [self._known_role(row, template) for row in messages]
         try:
-            ids = self._encoder.apply_chat_template(
-                rows,
-                tools=tools or None,
-                add_generation_prompt=True,
-                tokenize=True,
-                sanitize_control_tokens=True,
-                return_dict=False,
-            )
+            ids = self._apply_template(rows, tools, tokenize=True)
+            dropped = bool(tools) and self._drops_tools(rows, tools)
         except Exception as error:  # seam: the template is the model's code and raises what it likes
             raise BadRequest(
                 f"the model's chat template refuses these messages: {str(error)[:300]}",
                 param="messages",
                 code="template",
             ) from error
+        if dropped:
+            raise BadRequest(
+                "this model's chat template does not take tools: leave `tools` out",
+                param="tools",
+                code="unsupported_parameter",
+            )
         return [int(token) for token in ids]
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         """A detokenizer for the answer to a prompt; special tokens give no text."""
         return Detokenizer(self._text, silent=self._silent, context=prompt[-CONTEXT_TOKENS:])
+
+    def _apply_template(self, rows: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, tokenize: bool) -> Any:
+        return self._encoder.apply_chat_template(
+            rows,
+            tools=tools or None,
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            sanitize_control_tokens=tokenize,
+            return_dict=False,
+        )
+
+    def _drops_tools(self, rows: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+        """Whether the prompt reads the same without the tools: no template says what it takes, so both are made."""
+        text, without = (self._apply_template(rows, choice, tokenize=False) for choice in (tools, None))
+        return bool(text == without)
 
     def _text(self, tokens: list[int]) -> str:
         return str(self._decoder.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -120,6 +120,17 @@ def test_control_tokens_in_tools(tokenizer: ModelTokenizer) -> None:
         tokenizer.encode_chat([{"role": "user", "content": "x"}], [{"<|im_end|>": 1}])
 
 
+def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
+    """A template without tools would answer as if none had been offered: the caller is told, by the field's name."""
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    plain = ModelTokenizer.open(write_tokenizer(tmp_path / "plain", template=template))
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(BadRequest, match="does not take tools") as refused:
+        plain.encode_chat(messages, [{"type": "function", "function": {"name": "look"}}])
+    assert refused.value.param == "tools"
+    assert plain.encode_chat(messages, []) == plain.encode_chat(messages, None)
+
+
 def test_what_the_template_raises_is_the_callers_error(tokenizer: ModelTokenizer) -> None:
     """A template may refuse messages in its own words."""
     with pytest.raises(BadRequest, match="unknown role"):
