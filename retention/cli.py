@@ -24,6 +24,7 @@ from kvstore.store import Clock, Effect, Policy, SystemClock
 from kvstore.traffic import ClassRules
 from kvstore.units import parse_duration_s
 from retention import report
+from retention.errors import NothingMatched
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
 from retention.planner import Totals, by_class, by_space
 from retention.policy import (
@@ -100,15 +101,19 @@ def _add_show(app: typer.Typer, sessions: Sessions) -> None:
         deadline: DeadlineOption = "120s",
         as_json: JsonOption = False,
     ) -> None:
-        """Blocks, bytes, the oldest and the next to expire, per class and space."""
+        """What is stored, per class and space.
+
+        Blocks, bytes, the oldest and the next to expire; the nodes that did not answer are named.
+        """
         with sessions.open(store, token_file, deadline, as_json) as session:
             with session.each_node() as nodes:
                 survey = survey_nodes(nodes, space=space, clock=session.clock, deadline_s=session.deadline_s)
             facts = report.Facts(survey.policy.rules, survey.spaces)
             rows = _rows(by, survey.totals)
+            empty = "no blocks are stored" + (" on the nodes that answered" if survey.nodes_failed else "")
             session.show(
-                [report.usage_json(*row, facts) for row in rows],
-                report.usage_table(rows, facts, session.clock.now_s()) if rows else "no blocks are stored",
+                report.show_json(rows, facts, survey.nodes_failed),
+                report.usage_table(rows, facts, session.clock.now_s()) if rows else empty,
             )
             session.fail_for(survey.nodes_failed)
 
@@ -241,15 +246,23 @@ def _add_purge(app: typer.Typer, sessions: Sessions) -> None:
         deadline: DeadlineOption = "120s",
         as_json: JsonOption = False,
     ) -> None:
-        """Remove blocks for good: of a space, a tenant, or a prefix and all that extends it."""
+        """Remove the blocks of a space, a tenant or a prefix for good.
+
+        With a prefix goes all that extends it; states go with their blocks. Nothing is removed while one of the nodes
+        does not answer.
+        """
         if sum(choice is not None for choice in (space, tenant, prefix)) != 1:
             raise typer.BadParameter("give exactly one of --space, --tenant and --prefix")
         with sessions.open(store, token_file, deadline, as_json) as session:
-            run = _purge_of(session, space, tenant, prefix)
-            if apply and not yes and sys.stdin.isatty():
-                typer.echo(report.purge_line(run(False)), err=True)
-                typer.confirm("purge for good?", abort=True, err=True)
-            result = run(apply)
+            try:
+                run = _purge_of(session, space, tenant, prefix)
+                if apply and not yes and sys.stdin.isatty():
+                    typer.echo(report.purge_line(run(False)), err=True)
+                    typer.confirm("purge for good?", abort=True, err=True)
+                result = run(apply)
+            except NothingMatched:
+                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=prefix is None)))
+                raise
             session.show(report.purge_json(result), report.purge_line(result), *_dry_hint(apply))
 
 

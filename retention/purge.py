@@ -34,12 +34,14 @@ class Purge:
 
     ``loose_blocks``: blocks of the space, deeper than the prefix, whose own ancestors are not stored, so that nothing
     tells whether they descend from it. They cannot hit before that gap is filled again.
+    ``whole_spaces``: all states of the spaces go too; else those under the blocks. A store does not count them.
     """
 
     applied: bool
     blocks: Mapping[SpaceId, int]
     payload_bytes: int
     loose_blocks: int = 0
+    whole_spaces: bool = False
 
     @property
     def blocks_total(self) -> int:
@@ -150,7 +152,7 @@ def purge_spaces(
         sizes = [block.payload_bytes for block in scan_blocks(store, space_id, deadline_s=deadline_s)]
         payload_bytes += sum(sizes)
         counts[space_id] = store.delete_space(space_id, deadline_s=deadline_s) if apply else len(sizes)
-    return Purge(apply, counts, payload_bytes)
+    return Purge(apply, counts, payload_bytes, whole_spaces=True)
 
 
 def purge_prefix(

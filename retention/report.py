@@ -47,6 +47,13 @@ class Facts:
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
 
+def show_json(
+    rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts, failed: Mapping[str, str]
+) -> Json:
+    """What ``show`` says: its rows, and by name the nodes whose blocks are not in them."""
+    return {"rows": [usage_json(*row, facts) for row in rows], "nodes_failed": dict(failed)}
+
+
 def usage_json(class_byte: int | None, space_id: SpaceId | None, usage: Usage, facts: Facts) -> Json:
     """One row of ``show``; ``class`` or ``space`` is null where the row is about all of them."""
     space = facts.spaces.get(space_id) if space_id else None
@@ -107,6 +114,7 @@ def purge_json(purge: Purge) -> Json:
         "blocks": purge.blocks_total,
         "payload_bytes": purge.payload_bytes,
         "loose_blocks": purge.loose_blocks,
+        "whole_spaces": purge.whole_spaces,
         "spaces": {space_id.hex(): count for space_id, count in purge.blocks.items()},
     }
 
@@ -204,7 +212,8 @@ def effect_line(effect: Effect) -> str:
 def purge_line(purge: Purge) -> str:
     verb = "purged" if purge.applied else "would purge"
     spaces = f"{len(purge.blocks)} space" + ("" if len(purge.blocks) == 1 else "s")
-    line = f"{verb} {_blocks(purge.blocks_total)} ({format_bytes_short(purge.payload_bytes)}) in {spaces}"
+    states = "all states" if purge.whole_spaces else "the states under them"
+    line = f"{verb} {_blocks(purge.blocks_total)} ({format_bytes_short(purge.payload_bytes)}) and {states} in {spaces}"
     if purge.loose_blocks:
         line += (
             f"; {_blocks(purge.loose_blocks)} of the space lie behind a gap and cannot be told to extend the prefix or "

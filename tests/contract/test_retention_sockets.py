@@ -90,7 +90,7 @@ def filled(fleet: Fleet) -> tuple[TokenChain, TokenChain]:
 def test_show_adds_up_over_nodes(fleet: Fleet) -> None:
     """Each block is counted once, wherever it lies."""
     filled(fleet)
-    assert {row["class"]: row["blocks"] for row in fleet.done("show")} == {"agent": BLOCKS, "chat": BLOCKS}
+    assert {row["class"]: row["blocks"] for row in fleet.done("show")["rows"]} == {"agent": BLOCKS, "chat": BLOCKS}
 
 
 def test_a_policy_change_reaches_every_node(fleet: Fleet) -> None:
@@ -105,7 +105,7 @@ def test_a_policy_change_reaches_every_node(fleet: Fleet) -> None:
     assert (hit_blocks(fleet.client, shared), hit_blocks(fleet.client, mine)) == (0, BLOCKS)
     assert fleet.run("policy", "set", "--keep", "agent=1h", "--apply", "--expect", "1")[0] == EXIT_CONFLICT
     assert fleet.done("sweep", "--apply")["blocks"] == BLOCKS
-    assert {row["class"]: row["blocks"] for row in fleet.done("show")} == {"chat": BLOCKS}
+    assert {row["class"]: row["blocks"] for row in fleet.done("show")["rows"]} == {"chat": BLOCKS}
 
 
 def test_floors_must_fit_the_smallest_node(fleet: Fleet, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_pins_hold_wherever_a_block_lies(fleet: Fleet) -> None:
     assert sorted(pin["key"] for pin in fleet.done("pins")) == sorted(keys)
     fleet.clock.advance(4 * DAY_S)
     fleet.done("sweep", "--apply")
-    (agent,) = [row for row in fleet.done("show") if row["class"] == "agent"]
+    (agent,) = [row for row in fleet.done("show")["rows"] if row["class"] == "agent"]
     assert (agent["blocks"], agent["pinned_blocks"]) == (len(keys), len(keys))
     assert fleet.done("unpin", *keys, *where)["unpinned"] == len(keys)
     assert hit_blocks(fleet.client, shared) == 0
@@ -148,16 +148,19 @@ def test_a_node_that_is_down_is_named_and_hides_no_other(fleet: Fleet) -> None:
     """What can be shown and swept is; a purge, which must reach all, fails; each says so with 1."""
     _, mine = filled(fleet)
     fleet.stop(1)
-    code, rows, error = fleet.run("show", "--by", "class")
+    code, shown, error = fleet.run("show", "--by", "class")
     assert (code, error.count("did not answer")) == (EXIT_FAILED, 1)
-    assert sum(row["blocks"] for row in rows) == fleet.nodes[0].stats()["blocks"]
+    assert list(shown["nodes_failed"]) == [fleet.addresses[1]]
+    assert sum(row["blocks"] for row in shown["rows"]) == fleet.nodes[0].stats()["blocks"]
     fleet.clock.advance(4 * DAY_S)
     code, effect, error = fleet.run("sweep", "--apply")
     assert (code, len(effect["nodes_failed"]), "did not answer" in error) == (EXIT_FAILED, 1, True)
     assert 0 < effect["blocks"] < BLOCKS
+    held = fleet.nodes[0].stats()["purged"]
     code, document, error = fleet.run("purge", "--space", mine.space_id.hex(), "--apply", "--yes")
     assert (code, document) == (EXIT_FAILED, None)
     assert "Unavailable" in error
+    assert fleet.nodes[0].stats()["purged"] == held, "nothing is removed while a node is down"
 
 
 def test_a_wrong_token_is_refused(fleet: Fleet, tmp_path: Path) -> None:

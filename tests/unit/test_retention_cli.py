@@ -93,7 +93,9 @@ def shop() -> Filled:
 
 def test_show_lists_every_class_and_space(shop: Filled) -> None:
     """Bytes, blocks, the oldest and the next to expire, per class and space."""
-    rows = shop.json("show")
+    shown = shop.json("show")
+    rows = shown["rows"]
+    assert shown["nodes_failed"] == {}
     assert [(row["class"], row["space"], row["blocks"], row["payload_bytes"]) for row in rows] == [
         ("agent", shop.shared.space_id.hex(), 4, 4 * PAYLOAD_BYTES),
         ("chat", shop.own.space_id.hex(), 3, 3 * PAYLOAD_BYTES),
@@ -110,10 +112,10 @@ def test_show_groups_by_class_or_space(shop: Filled) -> None:
     """Grouped rows add up to the same blocks; the other column says all."""
     put_chain(shop.store, shop.own, AGENT)
     put_chain(shop.store, a_chain(shop.own.space_id, 2, seed=5), AGENT)
-    by_class = shop.json("show", "--by", "class")
+    by_class = shop.json("show", "--by", "class")["rows"]
     assert {row["class"]: row["blocks"] for row in by_class} == {"agent": 6, "chat": 3}
     assert {row["space"] for row in by_class} == {None}
-    by_space = shop.json("show", "--by", "space")
+    by_space = shop.json("show", "--by", "space")["rows"]
     assert {row["space"]: row["blocks"] for row in by_space} == {
         shop.shared.space_id.hex(): 4,
         shop.own.space_id.hex(): 5,
@@ -123,7 +125,7 @@ def test_show_groups_by_class_or_space(shop: Filled) -> None:
 
 def test_show_of_one_space(shop: Filled) -> None:
     """A space is named by its first digits."""
-    rows = shop.json("show", "--space", shop.own.space_id.hex()[:8])
+    rows = shop.json("show", "--space", shop.own.space_id.hex()[:8])["rows"]
     assert [row["space"] for row in rows] == [shop.own.space_id.hex()]
     assert shop.run("show", "--space", "00000000").exit_code == EXIT_NOTHING
     assert shop.run("show", "--space", "tiny").exit_code == EXIT_USAGE
@@ -134,7 +136,7 @@ def test_show_counts_expired_and_pinned_blocks_apart(shop: Filled) -> None:
     key, space = shop.shared.names[0].key.hex(), shop.shared.space_id.hex()
     shop.ok("pin", key, "--space", space, "--owner", "o", "--reason", "r")
     shop.clock.advance(3 * DAY_S)
-    (agent, chat) = shop.json("show", "--by", "class")
+    (agent, chat) = shop.json("show", "--by", "class")["rows"]
     assert (agent["expired_blocks"], agent["pinned_blocks"], agent["next_expiry_s"]) == (3, 1, None)
     assert (chat["expired_blocks"], chat["pinned_blocks"]) == (0, 0)
 
@@ -143,8 +145,8 @@ def test_show_of_an_empty_store() -> None:
     """Nothing stored is a result, not an error."""
     clock = ManualClock()
     shop = Shop({"node": MemoryStore(clock)}, clock)
-    assert shop.json("show") == []
-    assert "no blocks" in shop.ok("show")
+    assert shop.json("show") == {"rows": [], "nodes_failed": {}}
+    assert shop.ok("show") == "no blocks are stored\n"
 
 
 class Down(MemoryStore):
@@ -163,8 +165,18 @@ def test_show_names_a_node_that_is_down_and_shows_the_others(shop: Filled) -> No
     shop.stores = {"one": shop.store, "two": second, "three": Down(shop.clock)}
     result = shop.run("show", "--by", "class", "--json", "--store", "one", "--store", "two", store="three")
     assert result.exit_code == EXIT_FAILED
-    assert {row["class"]: row["blocks"] for row in json.loads(result.stdout)} == {"agent": 6, "chat": 3}
+    shown = json.loads(result.stdout)
+    assert {row["class"]: row["blocks"] for row in shown["rows"]} == {"agent": 6, "chat": 3}
+    assert shown["nodes_failed"] == {"three": "Unavailable: connection refused"}
     assert result.stderr == "node three did not answer: Unavailable: connection refused\n"
+
+
+def test_show_says_nothing_of_a_node_that_did_not_answer() -> None:
+    """An empty node beside one that is down does not mean that nothing is stored."""
+    clock = ManualClock()
+    shop = Shop({"node": MemoryStore(clock), "other": Down(clock)}, clock)
+    result = shop.run("show", "--store", "other")
+    assert (result.exit_code, result.stdout) == (EXIT_FAILED, "no blocks are stored on the nodes that answered\n")
 
 
 def test_all_nodes_down_is_a_failure() -> None:
@@ -453,8 +465,26 @@ def test_purge_of_nothing_says_so(shop: Filled) -> None:
     for choice in (["--space", "0" * 8], ["--tenant", "nobody"], ["--prefix", "0" * 64]):
         result = shop.run("purge", *choice, "--apply", "--yes")
         assert result.exit_code == EXIT_NOTHING
-        assert "nothing matched" in result.stderr
+        assert (result.stdout, "nothing matched" in result.stderr) == ("", True)
+        result = shop.run("purge", *choice, "--json")
+        assert result.exit_code == EXIT_NOTHING
+        assert json.loads(result.stdout) | {"whole_spaces": True} == {
+            "applied": False, "blocks": 0, "payload_bytes": 0, "loose_blocks": 0, "whole_spaces": True, "spaces": {},
+        }  # fmt: skip
     assert shop.hits() == (4, 3)
+
+
+def test_purge_says_that_states_go_too(shop: Filled) -> None:
+    """A space may hold states and no blocks: what is taken away is not called nothing."""
+    empty = a_chain(shop.store.register_space(a_space(tenant_salt=tenant_salt("states"))), 2)
+    assert shop.store.put_state(empty.space_id, empty.state_name(1), b"state")
+    text = shop.ok("purge", "--tenant", "states", "--apply")
+    assert text == "purged 0 blocks (0 B) and all states in 1 space\n"
+    assert shop.store.get_state(empty.space_id, empty.state_name(1)) is None
+    text = shop.ok("purge", "--prefix", shop.shared.names[3].key.hex())
+    assert text.startswith("would purge 1 block (1000 B) and the states under them in 1 space\n")
+    assert shop.json("purge", "--prefix", shop.shared.names[3].key.hex())["whole_spaces"] is False
+    assert shop.json("purge", "--tenant", "states")["whole_spaces"] is True
 
 
 # --- wrong use ------------------------------------------------------------------------------------------------------
@@ -571,6 +601,15 @@ def test_every_command_has_help() -> None:
     for command in ([], ["show"], ["policy"], ["policy", "get"], ["policy", "set"], ["sweep"], ["pin"], ["unpin"]):
         assert shop.run(*command, "--help", store="").exit_code == EXIT_OK
     assert "4 nothing matched" in re.sub(r"\s+", " ", shop.run("--help", store="").stdout)
+
+
+@pytest.mark.parametrize("group", [[], ["policy"]])
+def test_the_summaries_of_commands_fit_their_line(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal of 80 columns no summary is cut short."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = Shop({}, ManualClock()).run(*group, "--help", store="").stdout
+    assert "Commands:" in text or "Commands" in text
+    assert "..." not in text.split("Commands", 1)[1]
 
 
 def test_the_module_runs_without_a_store() -> None:
