@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -78,6 +79,8 @@ class Worker:
         self.metrics = WorkerMetrics(engine, publisher)
         self.draining = False
         self.broken = False
+        self.streams_until_s = math.inf
+        """Of the monotonic clock: streams that still run then are ended, since the drain is nearly over."""
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 Owns routes, bounds of a body, authentication, streaming and the reaction to a client that goes away. Does not know the
 engine's inside. Invariants: a request that is refused gets a JSON error and touches nothing; a stream always ends with
-a last event, or with the connection; a client that leaves cancels its request within ``DISCONNECT_POLL_S``; a worker
-that is broken ends its server.
+a last event, or with the connection; a client that leaves cancels its request within ``DISCONNECT_POLL_S``; a stream
+that would outlast the drain ends with a retryable failure before it; a worker that is broken ends its server.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import hmac
 import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstore.signals import stop_signals
 from workers.errors import Rejected
@@ -46,8 +48,14 @@ BODY_BYTES_MAX = 16 << 20
 BODY_S_MAX = 30.0
 """A body must have arrived within this."""
 DISCONNECT_POLL_S = 0.1
+LAST_EVENT_S = 0.5
+"""So long before the drain is over the streams that still run are ended."""
 KEEP_ALIVE_S = 75
 CONNECTIONS_MAX = 1024
+LAST_EVENTS = (HandedOff, Finished, WorkerFailure)
+OUTLASTED = WorkerFailure(
+    code="draining", message="the worker is shutting down: another one may continue", retryable=True
+)
 OPEN_PATHS = ("/healthz",)
 """Paths that need no token."""
 
@@ -150,14 +158,16 @@ async def _lines(worker: Worker, request: Request, events: asyncio.Queue[Event])
     """Events as lines until the last one, or until nobody listens or works any more."""
     ended = False
     while not ended:
-        try:
+        event: Event | None = None
+        with suppress(TimeoutError):
             event = await asyncio.wait_for(events.get(), DISCONNECT_POLL_S)
-        except TimeoutError:
-            if worker.broken or await request.is_disconnected():
-                return
-            continue
-        ended = isinstance(event, HandedOff | Finished | WorkerFailure)
-        yield event.model_dump_json().encode() + b"\n"
+        if event is None and (worker.broken or await request.is_disconnected()):
+            return
+        ended = isinstance(event, LAST_EVENTS)
+        if not ended and time.monotonic() >= worker.streams_until_s:
+            event, ended = OUTLASTED, True
+        if event is not None:
+            yield event.model_dump_json().encode() + b"\n"
 
 
 async def _read_body(request: Request) -> bytes:
@@ -186,17 +196,31 @@ def _error(error: Rejected) -> JSONResponse:
     return JSONResponse(body, status_code=error.status, headers=headers)
 
 
+class Cuttable:
+    """The outermost layer: a request that the end of the drain cuts off is one line in the log, not a traceback."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            log.warning("request_cut_off")
+
+
 class WorkerServer(uvicorn.Server):
     """uvicorn that tells the worker to drain as soon as a signal asks for the end, and that ends when it is broken."""
 
     def __init__(self, worker: Worker, token: str | None, drain_s: float) -> None:
+        self._drain_s = max(1, round(drain_s))
         config = uvicorn.Config(
-            create_app(worker, token),
+            Cuttable(create_app(worker, token)),
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(drain_s)),
+            timeout_graceful_shutdown=self._drain_s,
             limit_concurrency=CONNECTIONS_MAX,
             server_header=False,
         )
@@ -206,6 +230,10 @@ class WorkerServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._worker.draining = True
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.streams_until_s = time.monotonic() + self._drain_s - LAST_EVENT_S
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         if self._worker.broken:

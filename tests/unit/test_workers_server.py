@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -230,6 +232,52 @@ def test_role_and_load_decide_what_is_taken(start: Callable[..., Running]) -> No
             assert len([event async for event in client.prefill(prefill_of(PROMPT))]) == 2
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_stream_that_outlasts_the_drain_ends_with_a_retryable_failure(
+    start: Callable[..., Running], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """Whether events come or not: another worker may go on, and the log has no traceback."""
+    running = start(drain_s=1.0)
+    forward = running.worker._engine._parts.model.forward
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.05 if role == "decode" else 2.0)
+        return forward(*arguments)
+
+    monkeypatch.setattr(running.worker._engine._parts.model, "forward", slow)
+
+    async def scenario() -> None:
+        async with WorkerClient.open(running.address) as client:
+            decode = client.decode(decode_of(PROMPT, len(PROMPT) - 1, 400))
+            stream = decode if role == "decode" else client.prefill(prefill_of(PROMPT))
+            asyncio.get_running_loop().call_later(0.3, running.server.handle_exit, signal.SIGTERM, None)
+            with pytest.raises(Failed, match="another one may continue") as failed:
+                async for _ in stream:
+                    pass
+            assert (failed.value.code, failed.value.retryable) == ("draining", True)
+
+    asyncio.run(scenario())
+    running._thread.join(10)
+    assert not running._thread.is_alive()
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
+def test_a_client_that_cannot_be_told_costs_one_line_at_the_end_of_the_drain(
+    start: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of the drain cuts off what cannot even be told: a body that does not come; no traceback either."""
+    running = start(drain_s=1.0)
+    host, _, port = running.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as idle:
+        idle.sendall(b"POST /v1/prefill HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+        time.sleep(0.3)
+        running.server.handle_exit(signal.SIGTERM, None)
+        running._thread.join(10)
+    assert not running._thread.is_alive()
+    assert "request_cut_off" in caplog.messages
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_draining_finishes_streams_and_refuses_new_requests(start: Callable[..., Running]) -> None:
