@@ -1,7 +1,7 @@
 """``reprise gateway``: flags, files and secrets of one gateway process.
 
 Owns reading them. Does not serve (``server.py``). Invariant: every setting that cannot be used ends the process with
-status 2 and one sentence that says what to do.
+status 2 and one sentence that says what to do; an address that is taken, which may pass, with status 1.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +18,13 @@ import typer
 from gateway.classes import PolicySource
 from gateway.config import GatewayConfig, load_config, parse_classes
 from gateway.edge import print_line
-from gateway.errors import ConfigError
+from gateway.errors import CannotListen, ConfigError
 from gateway.tenants import KeyRing, load_keys
 from kvstore.access import read_token
+from kvstore.traffic import TrafficClass
+from kvstore.units import parse_seconds
 
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
 
 app = typer.Typer(
     add_completion=False, help="Run the OpenAI-compatible gateway in front of prefill and decode workers."
@@ -46,29 +49,33 @@ def gateway(
     worker_token_file: Annotated[str | None, typer.Option(help="File with the workers' token.")] = None,
     data: Annotated[str | None, typer.Option(help="Directory for endpoints.json, which names the address.")] = None,
     requests_max: Annotated[int | None, typer.Option(help="Requests in work at once; the next gets 503. [256]")] = None,
-    drain_s: Annotated[float | None, typer.Option(help="Seconds for requests in work after SIGTERM. [30]")] = None,
+    drain: Annotated[str | None, typer.Option(help="SIGTERM: time for requests in work. [30s]")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings; flags override it.")] = None,
 ) -> None:
     """Serve /v1/chat/completions, /v1/completions, /v1/models, /healthz and /metrics."""
-    flags: dict[str, Any] = {
-        "prefill": prefill or None,
-        "decode": decode or None,
-        "listen": listen,
-        "keys": keys,
-        "store": store or None,
-        "store_token_file": store_token_file,
-        "worker_token_file": worker_token_file,
-        "data": data,
-        "requests_max": requests_max,
-        "drain_s": drain_s,
-    }
+    given = dict(locals())
     try:
-        if policy_classes is not None:
-            flags["classes"] = parse_classes(policy_classes)
-        _run(load_config(config, flags))
+        _run(config_of(given))
+    except CannotListen as error:
+        typer.echo(f"reprise gateway: {error}", err=True)
+        raise typer.Exit(EXIT_FAILED) from None
     except ConfigError as error:
         typer.echo(f"reprise gateway: {error}", err=True)
         raise typer.Exit(EXIT_USAGE) from None
+
+
+def config_of(given: Mapping[str, Any]) -> GatewayConfig:
+    """The settings that the command's parameters make (None or empty: not given). Raises ConfigError."""
+    flags = {name: value for name, value in given.items() if value not in (None, [], ())}
+    path = flags.pop("config", None)
+    if "policy_classes" in flags:
+        flags["classes"] = parse_classes(flags.pop("policy_classes"))
+    if "drain" in flags:
+        try:
+            flags["drain_s"] = parse_seconds(flags.pop("drain"))
+        except ValueError as error:
+            raise ConfigError(f"--drain: {error}") from error
+    return load_config(path, flags)
 
 
 def _run(config: GatewayConfig) -> None:
@@ -118,10 +125,15 @@ def _keys(config: GatewayConfig, policy: PolicySource | None) -> KeyRing | None:
             classes.adopt(policy.policy(deadline_s=POLICY_S_MAX))
         except StoreError as error:
             print_line({"event": "store_classes_unread", "error": str(error)})
+    return read_keys(config.keys, classes.names)
+
+
+def read_keys(path: str, classes: Mapping[str, TrafficClass]) -> KeyRing:
+    """The key ring in a file. Raises ConfigError."""
     try:
-        return load_keys(Path(config.keys), classes.names)
+        return load_keys(Path(path), classes)
     except OSError as error:
-        raise ConfigError(f"--keys: cannot read {config.keys}: {error.strerror}") from error
+        raise ConfigError(f"--keys: cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"--keys: {error}") from error
 

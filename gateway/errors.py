@@ -13,6 +13,7 @@
 
     ClientGone                nobody listens any more: nothing is sent
     ConfigError (ValueError)  a setting that cannot be used: the process does not start
+    CannotListen (OSError)    the address is taken, or not this machine's
 
 Errors of the workers are translated once, in ``generate.py``.
 """
@@ -108,6 +109,10 @@ class ClientGone(Exception):
 
 class ConfigError(ValueError):
     """A setting that cannot be used."""
+
+
+class CannotListen(OSError):
+    """The address is taken, or not this machine's: nothing is wrong with the setting as such, and it may pass."""
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +23,7 @@ from gateway.app import create_app
 from gateway.classes import PolicySource
 from gateway.config import GatewayConfig
 from gateway.edge import LogLine
-from gateway.errors import ConfigError
+from gateway.errors import CannotListen, ConfigError
 from gateway.fleet import Fleet
 from gateway.routes import Services
 from gateway.tenants import KeyRing
@@ -85,7 +85,7 @@ def serve(
     now_s: Callable[[], float],
     log: LogLine,
 ) -> None:
-    """Run until a signal. Raises ConfigError when the address cannot be used."""
+    """Run until a signal. Raises ConfigError, or CannotListen when the address cannot be had."""
     fleet = Fleet.open(
         config.prefill,
         config.decode,
@@ -121,12 +121,14 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if host == "localhost" and not is_loopback(str(address[0])):
             raise ConfigError(f"localhost means {address[0]} here, which is not loopback")
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        with ExitStack() as unless_listening:
+            listener = unless_listening.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            unless_listening.pop_all()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
 
 

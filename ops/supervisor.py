@@ -4,8 +4,8 @@ Owns the children, their logs and the state file. Does not know what the childre
 says that it listens (``endpoints.json`` in its data directory) and which URL tells its health.
 
 Invariants: one thread, no wait without a bound; a child that dies is started again after a back-off that doubles up to
-a minute; a child that was never healthy is given up after a few tries, since waiting will not mend a wrong option; no
-child outlives the supervisor, even one killed with SIGKILL; a full disk costs log lines, never a child.
+a minute; a child that was never healthy is given up after a few tries, and at once when it says that its settings are
+wrong; no child outlives the supervisor, even one killed with SIGKILL; a full disk costs log lines, never a child.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ SETTLED_S = 60.0
 """A child that stayed healthy this long starts again with the first back-off."""
 FAILED_STARTS_MAX = 3
 """Tries of a child that was never healthy; then the supervisor gives up."""
+FINAL_STATUSES = frozenset({2, 3})
+"""Exit statuses of wrong settings and of a model that cannot be loaded: another try would end the same way."""
 STOP_S_MAX = 20.0
 """A child gets this long after SIGTERM (more than the drain time of a node), then SIGKILL."""
 LINE_BYTES_MAX = 4096
@@ -246,14 +248,15 @@ class Supervisor:
         if child.state is ChildState.HEALTHY and self._now_s() - child.since_s > SETTLED_S:
             child.exits = 0
         child.process = None
-        self._wait_before_next_start(child, describe_exit(process.returncode))
+        final = process.returncode in FINAL_STATUSES
+        self._wait_before_next_start(child, describe_exit(process.returncode), final=final)
 
-    def _wait_before_next_start(self, child: Child, how: str) -> None:
+    def _wait_before_next_start(self, child: Child, how: str, *, final: bool = False) -> None:
         child.exits += 1
         child.state = ChildState.WAITING
         delay_s = backoff_s(child.exits)
         child.not_before_s = self._now_s() + delay_s
-        if not child.was_healthy and child.exits >= FAILED_STARTS_MAX:
+        if not child.was_healthy and (final or child.exits >= FAILED_STARTS_MAX):
             self._failed = True
             self._say(f"{child.spec.name} {how}, start {child.exits}, and was never healthy; giving up. Its log ends:")
             for line in child.log.tail(20):

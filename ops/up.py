@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.units import parse_bytes
+from ops.preflight import check_command
 from ops.rotating_log import RotatingLog
 from ops.supervisor import Child, ChildSpec, Endpoints, Supervisor
 
@@ -184,7 +185,7 @@ def gateway_spec(config: UpConfig) -> ChildSpec:
         return reprise(
             "gateway", "--prefill", http_url(needed["prefill"]), "--decode", http_url(needed["decode"]),
             "--store", f"unix:{needed['store']['unix']}",  # the policy's class names
-            "--listen", same_port(config.listen, listen_of(own)), "--data", str(data), "--drain-s", str(DRAIN_S),
+            "--listen", same_port(config.listen, listen_of(own)), "--data", str(data), "--drain", f"{DRAIN_S}s",
             *option("--keys", config.keys), *config.gateway_options,
         )  # fmt: skip
 
@@ -221,6 +222,17 @@ def specs(config: UpConfig) -> list[ChildSpec]:
         worker_spec(config, "decode", config.decode_listen),
         gateway_spec(config),
     ]
+
+
+def check(config: UpConfig) -> None:
+    """Raises ValueError for what a child would refuse, in its words."""
+    addresses = {
+        "store": {"unix": "/store.sock"},
+        "prefill": {"listen": config.prefill_listen},
+        "decode": {"listen": config.decode_listen},
+    }
+    for spec in specs(replace(config, data=Path("/data"))):  # which may not be there yet, and is not looked at
+        check_command(spec.command(addresses, None)[len(reprise()) :])
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -287,7 +299,7 @@ def up(
     admin_listen: Annotated[str | None, typer.Option(help="Store administration address (health, metrics).")] = None,
     prefill_listen: Annotated[str | None, typer.Option(help="Prefill worker address.")] = None,
     decode_listen: Annotated[str | None, typer.Option(help="Decode worker address.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     fidelity: Annotated[str | None, typer.Option(help="bounded or exact.")] = None,
     replay_windows: Annotated[str | None, typer.Option(help="Windows to replay: a number, or exact.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV memory of each worker, such as 2GiB.")] = None,
@@ -303,6 +315,7 @@ def up(
     }
     try:
         settings = load_config(config, given)
+        check(settings)
     except ValueError as error:
         typer.echo(f"reprise up: {error}", err=True)
         raise typer.Exit(2) from error

@@ -2,7 +2,8 @@
 
 Owns the command's options and the order of start. Does not know the engine. Prints one JSON line when it is healthy,
 and one for each slow step before (model conversion, load). Exit codes: 0 after a drain, 2 for a configuration that
-cannot be used, 3 for a model that cannot be loaded, 1 for a worker that broke and for anything else.
+cannot be used, 3 for a model that cannot be loaded, 1 for a worker that broke, an address that is taken, and anything
+else that may pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from workers.config import ConfigError, WorkerConfig, load_config, split_address
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
-EXIT_CONFIG, EXIT_MODEL = 2, 3
+EXIT_FAILED, EXIT_CONFIG, EXIT_MODEL = 1, 2, 3
 CLOSE_S = 3.0
 """After the drain: the engine, and what is still queued for the store, get this long each."""
 
@@ -58,13 +59,20 @@ def worker(
     store_token_file: Annotated[Path | None, typer.Option(help="Secret to show to the store.")] = None,
     access_log_size: Annotated[str | None, typer.Option(help="Bound of the access log's file. [32MiB]")] = None,
 ) -> None:
-    given = {name: value for name, value in locals().items() if name != "config" and value not in (None, [])}
+    given = dict(locals())
     try:
-        settings = load_config(config, given)
+        settings = config_of(given)
         tokens = read_token(settings.token_file), read_token(settings.store_token_file)
     except (ConfigError, ValueError) as error:
         _give_up(EXIT_CONFIG, str(error))
     raise SystemExit(run(settings, token=tokens[0], store_token=tokens[1]))
+
+
+def config_of(given: Mapping[str, Any]) -> WorkerConfig:
+    """The settings that the command's parameters make (None or empty: not given). Raises ConfigError."""
+    values = {name: value for name, value in given.items() if value not in (None, [], ())}
+    path = values.pop("config", None)
+    return load_config(path, values)
 
 
 def run(config: WorkerConfig, *, token: str | None, store_token: str | None) -> int:
@@ -80,16 +88,17 @@ def run(config: WorkerConfig, *, token: str | None, store_token: str | None) -> 
     began_s = time.monotonic()
     try:
         listener = listen(host, port)
+    except OSError as error:  # it may pass: not a matter of configuration
+        _give_up(EXIT_FAILED, f"cannot listen on {config.listen}: {error}")
+    try:
         _say("worker_loading", role=config.role, model=config.model)
         resolved = resolve_model(
             config.model, config.model_cache or default_cache_dir(), lambda line: _say("progress", message=line)
         )
         running = open_worker(config, resolved, store_token=store_token)
-    except OSError as error:
-        _give_up(EXIT_CONFIG, f"cannot listen on {config.listen} or read the model: {error}")
     except ConfigError as error:
         _give_up(EXIT_CONFIG, str(error))
-    except (ModelUnavailable, UnsupportedModel, ValueError) as error:
+    except (ModelUnavailable, UnsupportedModel, ValueError, OSError) as error:
         _give_up(EXIT_MODEL, f"model {config.model}: {error}")
     address = f"{config.listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
     running.start()

@@ -127,12 +127,26 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress = lambda line: 
     packaged = PACKAGED.get(name)
     if packaged is not None:
         return _resolve_packaged(packaged, cache_dir, progress)
+    directory = _find_checkpoint(name)
+    return ResolvedModel(directory.name, directory, _read_settings(directory), None)
+
+
+def check_model(name: str) -> None:
+    """Raises ModelUnavailable for a model that is not here; converts and loads nothing."""
+    packaged = PACKAGED.get(name)
+    if packaged is not None:
+        _find_package(packaged)
+    else:
+        _read_settings(_find_checkpoint(name))
+
+
+def _find_checkpoint(name: str) -> Path:
     directory = Path(name).expanduser().resolve()
     if not directory.is_dir():
         known = ", ".join(PACKAGED)
         raise ModelUnavailable(f"{name!r} is neither a demo model ({known}) nor a directory with a checkpoint")
     _require_checkpoint(directory)
-    return ResolvedModel(directory.name, directory, _read_settings(directory), None)
+    return directory
 
 
 def _resolve_packaged(model: PackagedModel, cache_dir: Path, progress: Progress) -> ResolvedModel:

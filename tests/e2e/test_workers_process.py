@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,6 +92,18 @@ async def _use_and_stop(process: subprocess.Popen[str], address: str, number: si
         rest = [event async for event in stream]
         assert isinstance(rest[-1], Finished)
         assert len(rest) == 300
+
+
+def test_an_address_that_is_taken_is_no_wrong_option(tmp_path: Path) -> None:
+    """It may be free later: status 1, so that a supervisor tries again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = subprocess.run(
+            command(tmp_path, "--listen", address), capture_output=True, text=True, timeout=START_S_MAX, check=False
+        )
+    assert ended.returncode == 1, ended.stderr
+    assert f"cannot listen on {address}" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_addresses_and_classes() -> None:
         (["--worker-token-file", "/nowhere"], "token file /nowhere cannot be read"),
         (["--policy-classes", "x"], "NAME=BYTE"),
         (["--store", "nonsense"], "--store"),
+        (["--drain", "12"], "--drain: '12' is not a waiting time"),
+        (["--drain", "0s"], "drain_s = 0.0 must be above zero"),
     ],
 )
 def test_command_says_what_to_do_and_exits_2(arguments: list[str], complaint: str) -> None:
@@ -105,6 +108,16 @@ def test_command_says_what_to_do_and_exits_2(arguments: list[str], complaint: st
     assert result.exit_code == 2
     assert complaint in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_an_address_that_is_taken_is_no_wrong_setting() -> None:
+    """It may be free later: status 1, where a wrong setting ends with 2."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        workers = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2", "--drain", "250ms"]
+        result = CliRunner().invoke(app, [*workers, "--listen", address])
+    assert result.exit_code == 1
+    assert f"cannot listen on {address}: Address already in use" in result.output
 
 
 def test_help_lists_every_option() -> None:

@@ -36,7 +36,10 @@ print("".join("bar %d\\r" % number for number in range(1000)), flush=True)
 print('{"event": "noise"}', flush=True)
 print('{"event": "progress", "message": "half way"}', flush=True)
 if mode == "broken":
-    sys.exit("wrong option")
+    sys.exit("it broke")
+if mode.isdigit():
+    print("wrong option")
+    sys.exit(int(mode))
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
@@ -124,11 +127,20 @@ def test_a_killed_child_comes_back_on_the_same_port(tmp_path: Path) -> None:
 
 
 def test_a_child_that_never_gets_healthy_is_given_up_with_its_log(tmp_path: Path) -> None:
-    """A wrong option is not retried for ever: after three deaths the end of the log is shown and the status is 1."""
+    """What fails is not retried for ever: after three deaths the end of the log is shown and the status is 1."""
     running = Running(tmp_path, make_child(tmp_path, "one", mode="broken"))
     assert running.supervisor.run() == 1
     assert running.supervisor.children["one"].starts == 3
-    assert running.said.count("  wrong option") == 1, "of the last try only"
+    assert running.said.count("  it broke") == 1, "of the last try only"
+
+
+@pytest.mark.parametrize("status", ["2", "3"])
+def test_wrong_settings_are_not_tried_again(tmp_path: Path, status: str) -> None:
+    """A child that says that its settings or its model cannot be used is given up at once, with its log."""
+    running = Running(tmp_path, make_child(tmp_path, "one", mode=status))
+    assert running.supervisor.run() == 1
+    assert running.supervisor.children["one"].starts == 1
+    assert running.said.count("  wrong option") == 1
 
 
 def test_progress_of_a_starting_child_is_shown_but_not_its_records(tmp_path: Path) -> None:

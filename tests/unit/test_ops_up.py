@@ -5,11 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from ops.up import UNIX_PATH_BYTES_MAX, DataInUse, DataUnusable, UpConfig, load_config, lock_data, specs, unix_path
+from ops.up import (
+    UNIX_PATH_BYTES_MAX,
+    DataInUse,
+    DataUnusable,
+    UpConfig,
+    app,
+    check,
+    load_config,
+    lock_data,
+    specs,
+    unix_path,
+)
+from tests.support.checkpoints import checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +60,54 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, complaint: str) -> 
     """A wrong key, type, unit or address is refused at start with its name."""
     with pytest.raises(ValueError, match=complaint):
         load_config(write(tmp_path / "up.toml", text), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--dtype", "fp32"], "dtype: 'fp32' is not one of float32, bfloat16, float16"),
+        (["--fidelity", "best"], "fidelity: 'best' is not one of bounded, exact"),
+        (["--kv-memory", "2"], "kv_memory: size '2' has no unit"),
+        (["--replay-windows", "0"], "replay_windows: 0 is neither"),
+        (["--model", "nosuch"], "model nosuch: 'nosuch' is neither a demo model"),
+        (["--policy", "nofile"], "the policy file nofile cannot be read"),
+        (["--keys", "nofile"], "--keys: cannot read nofile"),
+        (["--capacity", "1MiB"], "less than 8 MiB"),
+        (["--listen", "0.0.0.0:0"], "without --keys the gateway listens on loopback only"),
+        (["--prefill-listen", "0.0.0.0:0"], "listen: 0.0.0.0:0 can be reached from other machines"),
+        (["--config", "up.toml"], "worker: No such option: --chunk-tokns"),
+    ],
+)
+def test_what_a_child_would_refuse_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], complaint: str
+) -> None:
+    """In the child's own words, with status 2 and nothing made."""
+    monkeypatch.chdir(tmp_path)
+    model = str(checkpoint("llama"))
+    file = write(tmp_path / "up.toml", 'worker_options = ["--chunk-tokns", "64"]')
+    result = CliRunner().invoke(app, ["--model", model, *options])
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_settings_that_children_take_pass(tmp_path: Path) -> None:
+    """Options that are handed through count: they may allow what would be refused without them. A class that only the
+    store's policy may have is left to the gateway."""
+    token = write(tmp_path / "token", "0123456789abcdef")
+    keys = write(tmp_path / "keys.toml", '[[keys]]\nkey = "sk-12345678"\ntenant = "a"\nclass = "of-the-policy"\n')
+    config = UpConfig(
+        data=tmp_path / ("x" * 200) / "absent",
+        model=str(checkpoint("llama")),
+        listen="0.0.0.0:0",
+        store_listen="0.0.0.0:0",
+        keys=str(keys),
+        store_options=("--token-file", str(token)),
+        worker_options=("--chunk-tokens", "64"),
+    )
+    check(config)
+    with pytest.raises(ValueError, match="give --token-file"):
+        check(replace(config, store_options=()))
 
 
 def test_a_restarted_child_keeps_a_chosen_port(tmp_path: Path) -> None:
