@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError
-from kvstore.access import is_loopback
+from kvstore.access import is_loopback, split_host_port
 from kvstore.traffic import BUILT_IN_NAMES, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
 
 CONFIG_BYTES_MAX = 1 << 20
@@ -93,11 +93,10 @@ class GatewayConfig:
 
 def parse_listen(text: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError."""
-    host, separator, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise ConfigError(f"--listen {text!r} is not HOST:PORT, such as 127.0.0.1:8000")
-    return host, int(port)
+    try:
+        return split_host_port(text)
+    except ValueError as error:
+        raise ConfigError(f"--listen {error}") from error
 
 
 def check_worker_url(url: str) -> None:

@@ -1,6 +1,6 @@
-"""Who may speak to a server: the secret in a token file, and which addresses only this machine reaches.
+"""Who may speak to a server, and where: the secret in a token file, HOST:PORT, and what only this machine reaches.
 
-Owns the two rules that every server and client of the project share, so that a token which one takes is good for all.
+Owns the rules that every server and client of the project share, so that a token which one takes is good for all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 TOKEN_BYTES_MIN = 16
 TOKEN_BYTES_MAX = 4096
+PORT_MAX = 65_535
 
 
 def read_token(path: Path | None) -> str | None:
@@ -30,6 +31,17 @@ def read_token(path: Path | None) -> str | None:
             f"ASCII characters; make one with: head -c 32 /dev/urandom | base64 > {path}"
         )
     return token
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of ``HOST:PORT`` or ``[IPV6]:PORT``; ValueError for anything else."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit():
+        raise ValueError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:8000")
+    if len(port) > len(str(PORT_MAX)) or int(port) > PORT_MAX:
+        raise ValueError(f"{address!r}: a port is at most {PORT_MAX}")
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

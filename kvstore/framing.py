@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore import wire
-from kvstore.access import is_loopback
+from kvstore.access import is_loopback, split_host_port
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
 
 SEND_BUFFER_BYTES = 1024 * 1024
@@ -63,16 +63,16 @@ def parse_address(text: str) -> Address:
         if not path.startswith("/") or len(os.fsencode(path)) > UNIX_PATH_BYTES_MAX:
             raise ValueError(f"address {text!r}: a Unix socket needs an absolute path of at most 107 bytes")
         return Address(name, path=path)
-    host, colon, port_text = rest.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
+    bare = rest.rpartition(":")[0]
+    if ":" in bare and not (bare.startswith("[") and bare.endswith("]")):
         if "," in text:
             raise ValueError(f"address {text!r}: name one node at a time")
         raise ValueError(f"address {text!r}: write an IPv6 address in brackets, such as [::1]:7071")
-    if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65_535:
-        raise ValueError(f"{text!r} is not an address: write host:port, [::1]:port or unix:/path")
-    return Address(name, host=host, port=int(port_text))
+    try:
+        host, port = split_host_port(rest)
+    except ValueError as error:
+        raise ValueError(f"{error}; a node's address is host:port, [::1]:port or unix:/path") from error
+    return Address(name, host=host, port=port)
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------

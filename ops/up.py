@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvstore.access import split_host_port
 from kvstore.units import parse_bytes
 from ops.preflight import check_command
 from ops.rotating_log import RotatingLog
@@ -68,14 +69,10 @@ class UpConfig:
     def __post_init__(self) -> None:
         parse_bytes(self.capacity)
         for name in ("listen", "store_listen", "admin_listen", "prefill_listen", "decode_listen"):
-            check_address(name, getattr(self, name))
-
-
-def check_address(name: str, address: str) -> None:
-    """Raises ValueError unless the address is HOST:PORT."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"{name} is HOST:PORT, such as 127.0.0.1:8000, not {address!r}")
+            try:
+                split_host_port(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
 
 def load_config(path: Path | None, given: Mapping[str, Any]) -> UpConfig:

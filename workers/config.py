@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from kvstore.access import is_loopback
+from kvstore.access import is_loopback, split_host_port
 from kvstore.limits import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX
 from kvstore.units import parse_bytes, parse_seconds
 from workers.protocol import Fidelity, Role
@@ -124,10 +124,10 @@ def load_config(path: Path | None, given: Mapping[str, Any]) -> WorkerConfig:
 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises ConfigError."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65_535:
-        raise ConfigError(f"listen: {address!r} is not HOST:PORT, such as 127.0.0.1:0")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    try:
+        return split_host_port(address)
+    except ValueError as error:
+        raise ConfigError(f"listen: {error}") from error
 
 
 # --- parsing of single values -----------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ({"decode": ["http://h:7 "]}, "is not http://HOST:PORT"),
         ({"listen": 8000}, "wrong type"),
         ({"listen": "8000"}, "HOST:PORT"),
-        ({"listen": "127.0.0.1:99999"}, "HOST:PORT"),
+        ({"listen": "127.0.0.1:99999"}, "--listen '127.0.0.1:99999': a port is at most 65535"),
         ({"listen": "0.0.0.0:80"}, "without --keys"),
         ({"listen": "example.org:80"}, "without --keys"),
         ({"listen": "[::]:80"}, "without --keys"),

@@ -6,7 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.access import TOKEN_BYTES_MAX, TOKEN_BYTES_MIN, is_loopback, read_token
+from kvstore.access import TOKEN_BYTES_MAX, TOKEN_BYTES_MIN, is_loopback, read_token, split_host_port
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("localhost", "is not HOST:PORT"),
+        (":1", "is not HOST:PORT"),
+        ("h:", "is not HOST:PORT"),
+        ("h:x", "is not HOST:PORT"),
+        ("h:\u0661", "is not HOST:PORT"),
+        ("h:65536", "a port is at most 65535"),
+        ("h:" + "9" * 5000, "a port is at most 65535"),
+    ],
+)
+def test_what_is_no_host_and_port_is_refused_with_the_bound(address: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        split_host_port(address)
+    assert split_host_port("[::1]:65535") == ("::1", 65_535)
 
 
 def test_a_token_is_one_line_without_its_end(tmp_path: Path) -> None:

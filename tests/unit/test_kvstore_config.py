@@ -34,7 +34,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("capacity = 1000", "not a text"),
         ('capacity = "1MiB"', "8 MiB"),
         ('state_ttl = "10"', "waiting time"),
-        ('listen = "localhost"', "not an address"),
+        ('listen = "localhost"', "not HOST:PORT"),
         ('listen = "unix:/x"', "--unix"),
         ('listen = "0.0.0.0:7071"', "--token-file"),
         ('admin = "[::]:7072"', "--token-file"),
