@@ -11,10 +11,11 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from rich.console import Console
 from ops.answer import REQUEST_S_MAX, Answer, RequestFailed, ask
 from ops.conversation import QUESTIONS, Conversation, kind_of_model, shipped_document
 from ops.supervisor import die_with_parent
+from ops.up import UpConfig
 from ops.verdict import Row, faults, table
 
 START_S_MAX = 1800.0
@@ -209,18 +211,48 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def up_arguments(options: argparse.Namespace) -> list[str]:
-    """Options of ``reprise up``; a run that only measures takes free ports, so that it never meets another one."""
-    inner = ("store", "admin", "prefill", "decode")
-    ports = [word for name in inner for word in (f"--{name}-listen", "127.0.0.1:0")] if options.once else []
-    return ["--model", options.model, "--capacity", options.capacity, "--listen", options.listen, *ports]
+def up_arguments(options: argparse.Namespace, usual: Mapping[str, str]) -> list[str]:
+    """Options of ``reprise up``. ``usual``: the address of each part behind the gateway.
+
+    A part whose port is busy takes a free one; so does every part of a run that only measures, so that it never meets
+    another run.
+    """
+    arguments = ["--model", options.model, "--capacity", options.capacity, "--listen", options.listen]
+    for name, address in usual.items():
+        if not options.once and is_free(address):
+            continue
+        if not options.once:
+            console.print(f"{name}: {address} is busy, so it takes a free port", markup=False)
+        arguments += [f"--{name}-listen", f"{address.rpartition(':')[0]}:0"]
+    return arguments
+
+
+def usual_addresses() -> dict[str, str]:
+    """Where ``reprise up`` puts the parts behind the gateway."""
+    usual = UpConfig()
+    return {
+        "store": usual.store_listen,
+        "admin": usual.admin_listen,
+        "prefill": usual.prefill_listen,
+        "decode": usual.decode_listen,
+    }
+
+
+def is_free(address: str) -> bool:
+    """Whether a server could listen there now."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    service = Service.start(options.data, up_arguments(options))
+    service = Service.start(options.data, up_arguments(options, usual_addresses()))
     try:
         outcome = run_script(service, options.model)
         console.print()
