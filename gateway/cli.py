@@ -27,7 +27,9 @@ from kvstore.units import parse_seconds
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
 app = typer.Typer(
-    add_completion=False, help="Run the OpenAI-compatible gateway in front of prefill and decode workers."
+    add_completion=False,
+    help="Run the OpenAI-compatible gateway in front of prefill and decode workers.",
+    rich_markup_mode=None,
 )
 
 

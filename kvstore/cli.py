@@ -51,6 +51,7 @@ def build_app(load_rules: LoadRules) -> typer.Typer:
         help="Serve, inspect, check and explain a block store.",
         no_args_is_help=True,
         add_completion=False,
+        rich_markup_mode=None,  # it would take [default: ...] for a style
         pretty_exceptions_enable=False,
     )
     _add_serve(app, load_rules)
@@ -110,7 +111,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
 
 
 def stat(
-    addresses: Annotated[list[str], typer.Argument(metavar="ADDR...", help="unix:/path, host:port or [::1]:7071.")],
+    addresses: Annotated[list[str], typer.Argument(metavar="ADDR", help="unix:/path, host:port or [::1]:7071.")],
     token_file: TokenFile = None,
     as_json: AsJson = False,
     deadline: Deadline = "5s",

@@ -71,7 +71,7 @@ DeadlineOption = Annotated[str, typer.Option("--deadline", help="Longest wait fo
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ApplyOption = Annotated[bool, typer.Option("--apply", help="Do it; without, only say what would be done.")]
 SpaceOption = Annotated[str, typer.Option("--space", help="Space id in hex, or the first digits of it (8 at least).")]
-KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of blocks, 64 hex digits each.")]
+KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY", help="Keys of blocks, 64 hex digits each.")]
 
 
 def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) -> typer.Typer:

@@ -77,6 +77,13 @@ def help_of(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_help_shows_defaults_and_says_once_that_an_argument_repeats() -> None:
+    """Square brackets reach the reader, and the dots are the command line's, not ours."""
+    assert "[default: 512MiB]" in help_of(("store", "serve")).stdout
+    for command in (("store", "stat"), ("retention", "pin")):
+        assert help_of(command).stdout.splitlines()[0].count("...") == 1
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_of_the_documents_exist(command: tuple[str, ...]) -> None:
     """Each `reprise ...` line of README and RUNBOOK names a subcommand that has help."""
