@@ -223,11 +223,8 @@ def specs(config: UpConfig) -> list[ChildSpec]:
 
 def check(config: UpConfig) -> None:
     """Raises ValueError for what a child would refuse, in its words."""
-    addresses = {
-        "store": {"unix": "/store.sock"},
-        "prefill": {"listen": config.prefill_listen},
-        "decode": {"listen": config.decode_listen},
-    }
+    somewhere = {"unix": "/store.sock", "listen": "127.0.0.1:1"}  # where they really are is known once they run
+    addresses = {"store": somewhere, "prefill": somewhere, "decode": somewhere}
     for spec in specs(replace(config, data=Path("/data"))):  # which may not be there yet, and is not looked at
         check_command(spec.command(addresses, None)[len(reprise()) :])
 

@@ -101,6 +101,8 @@ def test_settings_that_children_take_pass(tmp_path: Path) -> None:
         model=str(checkpoint("llama")),
         listen="0.0.0.0:0",
         store_listen="0.0.0.0:0",
+        prefill_listen="127.0.0.1:0",
+        decode_listen="[::1]:0",
         keys=str(keys),
         store_options=("--token-file", str(token)),
         worker_options=("--chunk-tokens", "64"),
