@@ -88,6 +88,12 @@ def test_addresses_and_classes() -> None:
             GatewayConfig(**WORKERS, classes=parse_classes(wrong))  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command makes torch unimportable in its process; here that would be the process of all tests."""
+    monkeypatch.setattr("gateway.cli._leave_torch_out", lambda: None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
