@@ -249,7 +249,7 @@ def test_purge_of_one_user_leaves_the_tenant(stack: Stack) -> None:
 
 def test_a_second_up_on_the_same_data_is_refused(stack: Stack) -> None:
     """The refusal names the directory and leaves the running one alone."""
-    done = stack.reprise("up", "--data", str(stack.data))
+    done = stack.reprise("up", "--data", str(stack.data), "--model", str(checkpoint("llama")))
     assert done.returncode == 1
     assert str(stack.data) in done.stderr
     assert stack.is_healthy()
