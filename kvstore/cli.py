@@ -84,6 +84,10 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
         drain: Annotated[
             str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
         ] = None,
+        same_host: Annotated[
+            bool | None,
+            typer.Option(help="Share memory with clients on the Unix socket; they see every block. [default: yes]"),
+        ] = None,
         config: Annotated[Path | None, typer.Option(help="TOML file with these settings; options win.")] = None,
     ) -> None:
         """Run a store node until SIGTERM or Ctrl-C."""
@@ -100,6 +104,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "state_ttl": state_ttl,
             "sweep_every": sweep_every,
             "drain": drain,
+            "same_host": same_host,
         }
         with reported():
             settings = load_config(config, given)

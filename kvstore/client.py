@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from kvstore import control, limits, receive, wire
+from kvstore import control, limits, receive, transfer, wire
 from kvstore.errors import (
     CapacityProtected,
     DeadlineExceeded,
@@ -32,7 +32,7 @@ from kvstore.errors import (
 from kvstore.fleet import LOUD, Fleet, first, job, raise_loud
 from kvstore.framing import parse_address
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, encode_space, space_id
-from kvstore.link import Call, NodeLink, Receive, new_hello
+from kvstore.link import Call, NodeLink, Talk, new_hello
 from kvstore.placement import Placement
 from kvstore.store import (
     AckLevel,
@@ -66,7 +66,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._spaces: dict[SpaceId, Space] = {}
         self._counts = dict.fromkeys(
-            ("blocks_got", "corrupt", "overtaken", "late", "unreachable", "refused", "altered"), 0
+            ("blocks_got", "blocks_got_local", "corrupt", "overtaken", "late", "unreachable", "refused", "altered"), 0
         )
 
     @classmethod
@@ -77,18 +77,20 @@ class StoreClient:
         token: str | None = None,
         tenant: str | None = None,
         connections_per_node: int = 2,
+        same_host: bool = True,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> StoreClient:
         """A client of the nodes at ``addresses``: ``unix:/path``, ``host:port``, ``[::1]:7071``, maybe after ``name=``.
 
-        Contacts nobody yet. Raises ValueError for an address that cannot be read.
+        ``same_host``: share memory with a node behind a Unix socket, where it does too. Contacts nobody yet. Raises
+        ValueError for an address that cannot be read.
         """
         if not 1 <= connections_per_node <= 64:
             raise ValueError(f"connections_per_node {connections_per_node} is outside 1..64")
         parsed = [parse_address(text) for text in addresses]
         placement = Placement([address.name for address in parsed])
         hello = new_hello(token, tenant)
-        links = [NodeLink(address, hello, connections_per_node, monotonic) for address in parsed]
+        links = [NodeLink(address, hello, connections_per_node, monotonic, same_host=same_host) for address in parsed]
         threads = min(len(links) * (connections_per_node + 1), THREADS_MAX)
         return cls(Fleet(links, placement, ThreadPoolExecutor(threads, "store-client"), monotonic))
 
@@ -188,9 +190,10 @@ class StoreClient:
         Bytes in a socket are still pages of the file: a segment that is recycled before they are read changes them on
         their way. So a block that its node finds gone, or good, is a miss.
         """
-        body = wire.encode_get(space_id, scatter.names, [len(view) for view in scatter.views])
+        call = Call(wire.Opcode.GET, b"", bulk=True)
         try:
-            self._fleet.exchange(node, Call(wire.Opcode.GET, body, bulk=True), ends_s, scatter.take)
+            count = self._fleet.converse(node, call, ends_s, lambda hold: transfer.get(hold, space_id, scatter))
+            self._count("blocks_got_local", count)
         except DeadlineExceeded:
             scatter.settle(GetStatus.DEADLINE)
             raise
@@ -228,26 +231,20 @@ class StoreClient:
         if not 1 <= traffic_class <= 255:
             raise ValueError(f"traffic class {traffic_class} is outside 1..255")
         views = [_readable(block.payload, limits.PAYLOAD_BYTES_MAX) for block in blocks]
-        checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
         ends_s = self._fleet.ends_s(deadline_s)
         names = [block.name for block in blocks]
         sizes = [len(view) for view in views]
         outcomes = [PutOutcome.UNREACHABLE] * len(blocks)
 
         def send(node: int, positions: Sequence[int]) -> None:
-            rows = [
-                wire.PutRow(names[at], blocks[at].tokens, len(views[at]), blocks[at].flags, checksums[at])
-                for at in positions
-            ]
-            payloads = [views[at] for at in positions]
-            body = wire.encode_put(space_id, traffic_class, ack, rows)
-            call = Call(wire.Opcode.PUT, body, payloads, sum(len(view) for view in payloads), bulk=True)
+            batch = transfer.Batch(
+                space_id, traffic_class, ack, [blocks[at] for at in positions], [views[at] for at in positions]
+            )
+            call = Call(wire.Opcode.PUT, b"", bulk=True)
             try:
-                answer = self._with_space(node, space_id, call, ends_s, receive.take_put)
+                answer = self._with_space(node, space_id, call, ends_s, lambda hold: transfer.put(hold, batch))
             except (Overloaded, CapacityProtected):
                 answer = [PutOutcome.REFUSED] * len(positions)
-            if len(answer) != len(positions):
-                raise ProtocolError(f"node {self._fleet.name(node)} answered another number of blocks than sent")
             for at, outcome in zip(positions, answer, strict=True):
                 outcomes[at] = outcome
 
@@ -296,7 +293,8 @@ class StoreClient:
         body = wire.encode_state(space_id, name, flags=flags, checksum=xxhash.xxh3_64_intdigest(view))
         call = Call(wire.Opcode.PUT_STATE, body, (view,), len(view), bulk=True)
         try:
-            return self._with_space(self._fleet.placement.owner(name.route), space_id, call, ends_s, receive.take_kept)
+            owner = self._fleet.placement.owner(name.route)
+            return self._with_space(owner, space_id, call, ends_s, lambda hold: hold.ask(call, receive.take_kept))
         except LOUD:
             raise
         except StoreError:
@@ -475,18 +473,18 @@ class StoreClient:
         space_id: SpaceId,
         call: Call,
         ends_s: float,
-        take: Receive[T],
+        talk: Talk[T],
     ) -> T:
-        """An exchange that needs the space on the node: a node that lacks it is told, once."""
+        """A talk that needs the space on the node: a node that lacks it is told, once."""
         try:
-            return self._fleet.exchange(node, call, ends_s, take)
+            return self._fleet.converse(node, call, ends_s, talk)
         except SpaceUnknown:
             with self._lock:
                 space = self._spaces.get(space_id)
             if space is None:
                 raise
         self._fleet.control(node, "register_space", {"space": encode_space(space).hex()}, ends_s, insist=False)
-        return self._fleet.exchange(node, call, ends_s, take)
+        return self._fleet.converse(node, call, ends_s, talk)
 
     def _sum_over_keys(self, verb: str, space_id: SpaceId, keys: Sequence[BlockKey], deadline_s: float) -> int:
         ends_s = self._fleet.ends_s(deadline_s)

@@ -31,6 +31,7 @@ class StoreConfig:
     ``capacity_bytes``: physical bytes on disk over all data directories. ``listen`` and ``admin``: HOST:PORT, port 0
     for a free one, or "off". ``unix``: path of the Unix socket, or None for DATA/store.sock. ``policy``: used when the
     store is made; later changes go through ``reprise retention policy set``. ``segment_bytes`` None: by the capacity.
+    ``same_host``: lend segments to clients on the Unix socket, and take puts from their memory.
     """
 
     data: tuple[Path, ...]
@@ -46,6 +47,7 @@ class StoreConfig:
     sweep_every_s: float = 300.0
     drain_s: float = limits.DRAIN_S
     connections_max: int = limits.CONNECTIONS_MAX
+    same_host: bool = True
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -115,6 +117,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "data": ("data", _paths),
     "capacity": ("capacity_bytes", _bytes),
@@ -129,6 +137,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "sweep_every": ("sweep_every_s", _seconds),
     "drain": ("drain_s", _seconds),
     "connections_max": ("connections_max", _count),
+    "same_host": ("same_host", _switch),
 }
 """Key in the TOML file (and option of the command line) -> field, and how its value is read."""
 

@@ -15,7 +15,7 @@ from kvstore import control as verbs
 from kvstore import limits, wire
 from kvstore.errors import DeadlineExceeded, SpaceUnknown, StoreError, Unauthorized, Unavailable, VersionMismatch
 from kvstore.keys import BlockName
-from kvstore.link import Call, NodeLink, Receive, deadline_after
+from kvstore.link import Call, NodeLink, Receive, Talk, deadline_after
 from kvstore.placement import Placement
 from kvstore.receive import take_json
 
@@ -58,6 +58,9 @@ class Fleet:
 
     def exchange(self, node: int, call: Call, ends_s: float, receive: Receive[T]) -> T:
         return self.links[node].exchange(call, ends_s, receive)
+
+    def converse(self, node: int, call: Call, ends_s: float, talk: Talk[T]) -> T:
+        return self.links[node].converse(call, ends_s, talk)
 
     def spread(
         self, work: Callable[[int, Sequence[int]], None], names: Sequence[BlockName], sizes: Sequence[int]

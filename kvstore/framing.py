@@ -27,6 +27,7 @@ BUFFERS_PER_SEND = 512
 UNIX_PATH_BYTES_MAX = 107
 _WAIT_S_MIN = 0.001
 _TIMEVAL = struct.Struct("@ll")
+_PEER = struct.Struct("@iII")
 _ZEROS = bytes(64 * 1024)
 
 
@@ -193,6 +194,55 @@ class Channel:
             lacking -= part
         return at - offset
 
+    def send_descriptors(self, fds: Sequence[int]) -> None:
+        """One payload byte for each open file, with its descriptor attached: the peer gets a descriptor of its own."""
+        for fd in fds:
+            while True:
+                self._arm(socket.SO_SNDTIMEO)
+                try:
+                    socket.send_fds(self._sock, [b"\0"], [fd])
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise Unavailable(f"a descriptor could not be sent: {error.strerror or error}") from error
+                break
+
+    def receive_descriptors(self, count: int) -> list[int | None]:
+        """What ``send_descriptors`` sent, owned by the caller; None where a byte came without (too many open files)."""
+        fds: list[int | None] = []
+        try:
+            for _ in range(count):
+                fds.append(self._receive_descriptor())
+        except BaseException:
+            close_all(fds)
+            raise
+        return fds
+
+    def _receive_descriptor(self) -> int | None:
+        while True:
+            self._arm(socket.SO_RCVTIMEO)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise Unavailable(f"the connection broke while receiving: {error.strerror or error}") from error
+            close_all(fds[1:])
+            if not data:
+                close_all(fds[:1])
+                raise Unavailable("the peer closed the connection in the middle of a frame")
+            return fds[0] if fds else None
+
+    def peer_uid(self) -> int | None:
+        """The user at the other end of a Unix socket; None over TCP, where nobody knows."""
+        if self._sock.family != socket.AF_UNIX:
+            return None
+        try:
+            found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        except (OSError, AttributeError):
+            return None
+        return int(_PEER.unpack(found)[1])
+
     def receive_header(self, began: Callable[[], None] | None = None) -> wire.Header | None:
         """The next frame's header, or None if the peer closed between frames. ``began`` is called at its first byte."""
         view = memoryview(bytearray(wire.HEADER_BYTES))
@@ -275,6 +325,13 @@ class Channel:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.close()
+
+
+def close_all(fds: Sequence[int | None]) -> None:
+    """Close the descriptors among these."""
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
 
 
 def expect_reply(header: wire.Header | None, opcode: wire.Opcode, request_id: int) -> wire.Header:

@@ -56,6 +56,14 @@ HELLO_S_MAX = 5.0
 DRAIN_S = 10.0
 """SIGTERM: requests in flight get this long."""
 
+# Same host
+LEASE_S = 5.0
+"""Extents lent over a Unix socket may be read this long; then their segments may be recycled."""
+DESCRIPTORS_MAX = 256
+"""Descriptors of segments that one connection holds; when more are needed, all are sent anew."""
+ARENA_BYTES_MAX = 256 * MIB
+"""Memory that a client shares on one connection; more is refused, and its puts go through the socket."""
+
 # One node
 CONNECTIONS_MAX = 4096
 """Connections of a node; the next is closed at once with Overloaded."""
@@ -79,4 +87,5 @@ assert PAYLOAD_BYTES_MAX <= BATCH_BYTES_MAX
 assert STATE_BYTES_MAX <= BATCH_BYTES_MAX
 assert PAYLOAD_BYTES_MAX <= STATE_BYTES_MAX <= IN_FLIGHT_BYTES_MAX and PUT_BUFFER_BYTES <= IN_FLIGHT_BYTES_MAX
 assert SEGMENT_BYTES_MIN <= SEGMENT_BYTES_DEFAULT <= SEGMENT_BYTES_MAX
+assert 0 < LEASE_S <= FRAME_S_MAX and DESCRIPTORS_MAX <= BATCH_BLOCKS_MAX
 assert HELLO_S_MAX <= FRAME_S_MAX <= IDLE_S_MAX

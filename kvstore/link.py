@@ -2,25 +2,30 @@
 
 Owns connections and the node's health. Does not know verbs. Invariants: every exchange ends by its deadline; a
 connection whose state is in doubt (late, broken, or refused) is closed and never reused; bulk exchanges cannot take the
-connections of small ones, so a look-up does not queue behind a large put.
+connections of small ones, so a look-up does not queue behind a large put; what a connection shares with a daemon on the
+same host is let go with it.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore import limits, wire
+from kvstore import limits, sharing, wire
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError, Unavailable, VersionMismatch
 from kvstore.framing import Address, Channel, connect, expect_reply
 from kvstore.keys import KEY_ALGORITHM
+from kvstore.local import Arena, Peer
 
 T = TypeVar("T")
 Receive = Callable[[Channel, wire.Header, bytes], T]
+Talk = Callable[["Hold"], T]
+"""What happens on one connection; it may be called again, on another connection, from the start."""
 
 BACKOFF_S_MIN = 1.0
 BACKOFF_S_MAX = 30.0
@@ -45,6 +50,20 @@ class Call:
     """May be sent again when a pooled connection turns out to be stale."""
     insist: bool = False
     """Try even while the circuit is open (an operator wants the real answer)."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """A channel after HELLO. ``bulk``: for payload. ``peer``: what it shares with a daemon on this host."""
+
+    channel: Channel
+    bulk: bool
+    peer: Peer | None = None
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.peer is not None:
+            self.peer.close()
 
 
 class Circuit:
@@ -94,6 +113,86 @@ class Circuit:
         return self._backoff_s > 0.0
 
 
+class Hold:
+    """One caller's hold of one connection: requests out, answers in, in the same order.
+
+    ``settled`` is False while an answer is outstanding or was not taken whole: the connection is then not used again.
+    """
+
+    __slots__ = ("_monotonic", "_request_ids", "_unanswered", "channel", "deadline_s", "peer")
+
+    def __init__(
+        self,
+        connection: Connection,
+        deadline_s: float,
+        request_ids: Iterator[int],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self.channel = connection.channel
+        self.peer = connection.peer
+        self.deadline_s = deadline_s
+        self._request_ids = request_ids
+        self._monotonic = monotonic
+        self._unanswered = 0
+
+    @property
+    def settled(self) -> bool:
+        return self._unanswered == 0
+
+    def ask(self, call: Call, receive: Receive[T]) -> T:
+        """One request and its answer."""
+        return self.take(call.opcode, self.send(call), receive)
+
+    def send(self, call: Call, descriptors: Sequence[int] = ()) -> int:
+        """A request (with ``descriptors``, its payload is a byte for each); returns the id that its answer repeats."""
+        self._unanswered += 1
+        request_id = next(self._request_ids) & 0xFFFFFFFF
+        head = wire.encode_frame(
+            call.opcode,
+            request_id,
+            call.body,
+            payload_bytes=call.payload_bytes + len(descriptors),
+            deadline_ms=max(int(1000 * (self.deadline_s - self._monotonic())), 1),
+        )
+        try:
+            self.channel.send(head, call.payloads)
+            self.channel.send_descriptors(descriptors)
+        except Unavailable as broken:
+            raise self._last_words() or broken from broken
+        return request_id
+
+    def tell(self, opcode: wire.Opcode) -> None:
+        """A message without an answer. If it cannot be sent, the connection is not used again."""
+        try:
+            self.channel.send(wire.encode_frame(opcode, next(self._request_ids) & 0xFFFFFFFF, b""))
+        except StoreError:
+            self._unanswered += 1
+
+    def take(self, opcode: wire.Opcode, request_id: int, receive: Receive[T]) -> T:
+        """The next answer. Raises what the peer answered."""
+        header = expect_reply(self.channel.receive_header(), opcode, request_id)
+        body = self.channel.receive_body(header)
+        if header.opcode == wire.Opcode.ERROR:
+            error = wire.decode_error(body)
+            if not isinstance(error, (ProtocolError, Unavailable)) and header.payload_bytes == 0:
+                self._unanswered -= 1
+            raise error
+        answer = receive(self.channel, header, body)
+        self._unanswered -= 1
+        return answer
+
+    def _last_words(self) -> Exception | None:
+        """The error frame of a peer that hung up while we were still sending, if it left one."""
+        self.channel.set_deadline(self._monotonic() + LAST_WORDS_S)
+        try:
+            header = self.channel.receive_header()
+            if header is not None and header.opcode == wire.Opcode.ERROR:
+                return wire.decode_error(self.channel.receive_body(header))
+        except StoreError:
+            pass
+        return None
+
+
 class NodeLink:
     """The connections to one node. Thread-safe; connects when first used."""
 
@@ -103,13 +202,16 @@ class NodeLink:
         hello: wire.Hello,
         connections: int,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        same_host: bool = True,
     ) -> None:
         self.address = address
         self.circuit = Circuit(monotonic)
         self._hello = hello
         self._monotonic = monotonic
-        self._idle: list[Channel] = []
-        self._idle_max = 2 * connections
+        self._same_host = same_host
+        self._idle: dict[bool, list[Connection]] = {False: [], True: []}
+        self._connections = connections
         self._lock = threading.Lock()
         self._lanes = {bulk: threading.BoundedSemaphore(connections) for bulk in (False, True)}
         self._request_ids = itertools.count(1)
@@ -120,7 +222,11 @@ class NodeLink:
         return self.address.name
 
     def exchange(self, call: Call, deadline_s: float, receive: Receive[T]) -> T:
-        """Send one request and let ``receive`` take its answer. ``deadline_s`` is a point of the monotonic clock.
+        """Send one request and let ``receive`` take its answer: the simplest ``converse``."""
+        return self.converse(call, deadline_s, lambda hold: hold.ask(call, receive))
+
+    def converse(self, call: Call, deadline_s: float, talk: Talk[T]) -> T:
+        """Let ``talk`` do what ``call`` describes. ``deadline_s`` is a point of the monotonic clock.
 
         Raises what the peer answered, Unavailable, DeadlineExceeded or ProtocolError; ValueError for a request that the
         peer found invalid.
@@ -131,32 +237,30 @@ class NodeLink:
         if not lane.acquire(timeout=max(deadline_s - self._monotonic(), 0.0)):
             raise DeadlineExceeded(f"no free connection to node {self.name} before the deadline")
         try:
-            return self._exchange(call, deadline_s, receive)
+            return self._converse(call, deadline_s, talk)
         finally:
             lane.release()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
+        self._drop_idle()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _exchange(self, call: Call, deadline_s: float, receive: Receive[T]) -> T:
+    def _converse(self, call: Call, deadline_s: float, talk: Talk[T]) -> T:
         began_s = self._monotonic()
         try:
-            pooled = self._take_idle() if call.repeatable else None
+            pooled = self._take_idle(call.bulk) if call.repeatable else None
             if pooled is not None:
                 try:
-                    answer = self._attempt(pooled, call, deadline_s, receive)
+                    answer = self._attempt(pooled, deadline_s, talk)
                 except Unavailable:
                     self._drop_idle()  # the daemon restarted: the other pooled connections are as stale as this one
                 else:
                     self.circuit.succeeded()
                     return answer
-            answer = self._attempt(self._connect(deadline_s), call, deadline_s, receive)
+            answer = self._attempt(self._connect(call.bulk, deadline_s), deadline_s, talk)
         except Unavailable as error:
             self.circuit.failed(str(error))
             raise
@@ -170,48 +274,22 @@ class NodeLink:
         self.circuit.succeeded()
         return answer
 
-    def _attempt(self, channel: Channel, call: Call, deadline_s: float, receive: Receive[T]) -> T:
-        """One request on one channel, which goes back to the pool only if its state is beyond doubt."""
-        keep = False
+    def _attempt(self, connection: Connection, deadline_s: float, talk: Talk[T]) -> T:
+        """One talk on one connection, which goes back to the pool only if its state is beyond doubt."""
+        connection.channel.set_deadline(deadline_s)
+        hold = Hold(connection, deadline_s, self._request_ids, self._monotonic)
         try:
-            channel.set_deadline(deadline_s)
-            request_id = next(self._request_ids) & 0xFFFFFFFF
-            left_ms = max(int(1000 * (deadline_s - self._monotonic())), 1)
-            head = wire.encode_frame(
-                call.opcode, request_id, call.body, payload_bytes=call.payload_bytes, deadline_ms=left_ms
-            )
-            try:
-                channel.send(head, call.payloads)
-            except Unavailable as broken:
-                raise self._last_words(channel) or broken from broken
-            header = expect_reply(channel.receive_header(), call.opcode, request_id)
-            body = channel.receive_body(header)
-            if header.opcode == wire.Opcode.ERROR:
-                error = wire.decode_error(body)
-                keep = not isinstance(error, (ProtocolError, Unavailable)) and header.payload_bytes == 0
-                raise error
-            answer = receive(channel, header, body)
-            keep = True
-            return answer
+            return talk(hold)
         finally:
-            if keep:
-                self._give_back(channel)
+            if hold.settled:
+                self._give_back(connection)
             else:
-                channel.close()
+                connection.close()
 
-    def _last_words(self, channel: Channel) -> Exception | None:
-        """The error frame of a peer that hung up while we were still sending, if it left one."""
-        channel.set_deadline(self._monotonic() + LAST_WORDS_S)
-        try:
-            header = channel.receive_header()
-            if header is not None and header.opcode == wire.Opcode.ERROR:
-                return wire.decode_error(channel.receive_body(header))
-        except StoreError:
-            pass
-        return None
-
-    def _connect(self, deadline_s: float) -> Channel:
+    def _connect(self, bulk: bool, deadline_s: float) -> Connection:
+        """A new connection; one for payload shares memory with the daemon where both can."""
         channel = connect(self.address, deadline_s, self._monotonic)
+        connection = Connection(channel, bulk)
         try:
             channel.send(wire.encode_frame(wire.Opcode.HELLO, 0, wire.encode_hello(self._hello)))
             header = expect_reply(channel.receive_header(), wire.Opcode.HELLO, 0)
@@ -223,27 +301,50 @@ class NodeLink:
                 raise VersionMismatch(
                     f"node {self.name} makes keys by {welcome.key_algorithm!r}, this client by {KEY_ALGORITHM!r}"
                 )
+            if bulk and self._same_host and self.address.path:
+                connection.peer = _share(Hold(connection, deadline_s, self._request_ids, self._monotonic))
         except BaseException:
-            channel.close()
+            connection.close()
             raise
-        return channel
+        return connection
 
-    def _take_idle(self) -> Channel | None:
+    def _take_idle(self, bulk: bool) -> Connection | None:
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            return self._idle[bulk].pop() if self._idle[bulk] else None
 
-    def _give_back(self, channel: Channel) -> None:
+    def _give_back(self, connection: Connection) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < self._idle_max:
-                self._idle.append(channel)
+            if not self._closed and len(self._idle[connection.bulk]) < self._connections:
+                self._idle[connection.bulk].append(connection)
                 return
-        channel.close()
+        connection.close()
 
     def _drop_idle(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
+            idle = [*self._idle[False], *self._idle[True]]
+            self._idle = {False: [], True: []}
+        for connection in idle:
+            connection.close()
+
+
+def _share(hold: Hold) -> Peer | None:
+    """Offer the daemon an arena, and learn whether it lends segments; None where either side cannot or will not."""
+    try:
+        arena, fd = Arena.create()
+    except OSError:
+        return None
+    try:
+        call = Call(wire.Opcode.SHARE, sharing.encode_share(len(arena)))
+        shared = hold.take(call.opcode, hold.send(call, [fd]), lambda _, header, body: sharing.decode_shared(body))
+    except BaseException:
+        arena.close()
+        raise
+    finally:
+        os.close(fd)
+    if not shared.granted:
+        arena.close()
+        return None
+    return Peer(arena, shared.lease_s)
 
 
 def new_hello(token: str | None, tenant: str | None) -> wire.Hello:

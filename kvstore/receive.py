@@ -6,7 +6,7 @@ before its length was checked; a buffer of the caller is either filled with veri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import xxhash
 
@@ -20,30 +20,60 @@ from kvstore.store import GetStatus, Lookup, PutOutcome
 class Scatter:
     """The blocks of one get: where their bytes go and how each ended. A new attempt may start over at any time.
 
-    ``statuses`` begins with DEADLINE: what no answer has covered.
+    ``asked``: positions that the next request asks for. ``statuses`` begins with DEADLINE: what no answer has covered.
     """
 
     def __init__(self, names: Sequence[BlockName], views: Sequence[memoryview]) -> None:
         self.names = names
         self.views = views
         self.statuses = [GetStatus.DEADLINE] * len(names)
+        self.asked = list(range(len(names)))
         self._begun: set[int] = set()
 
+    def restart(self) -> None:
+        """Ask for every block (again)."""
+        self.asked = list(range(len(self.names)))
+
+    def wanted(self) -> tuple[list[BlockName], list[int]]:
+        """Names and lengths of the blocks asked for."""
+        return [self.names[at] for at in self.asked], [len(self.views[at]) for at in self.asked]
+
     def take(self, channel: Channel, header: wire.Header, body: bytes) -> None:
-        """Receive an answer into the views, verifying each block while it is hot."""
+        """Receive the answer to what is asked into the views, verifying each block while it is hot."""
         rows = wire.decode_get_reply(body)
-        _check_rows(rows, self.names, [len(view) for view in self.views], header)
-        for at, row in enumerate(rows):
+        _check_rows(rows, *self.wanted(), header)
+        for at, row in zip(self.asked, rows, strict=True):
             if row.status != GetStatus.OK:
                 self.statuses[at] = row.status
                 continue
-            self._begun.add(at)
-            channel.receive_into(self.views[at])
-            if xxhash.xxh3_64_intdigest(self.views[at]) == row.checksum:
-                self.statuses[at] = GetStatus.OK
-                self._begun.discard(at)
+            channel.receive_into(self.begin(at))
+            if self.is_whole(at, row.checksum):
+                self.accept([at])
             else:
                 self.statuses[at] = GetStatus.CORRUPT
+
+    def begin(self, at: int) -> memoryview:
+        """A view that is about to be written to; until it is accepted its content counts for nothing."""
+        self._begun.add(at)
+        return self.views[at]
+
+    def is_whole(self, at: int, checksum: int) -> bool:
+        return xxhash.xxh3_64_intdigest(self.views[at]) == checksum
+
+    def accept(self, positions: Sequence[int]) -> None:
+        """What is in these views was verified."""
+        for at in positions:
+            self.statuses[at] = GetStatus.OK
+        self._begun.difference_update(positions)
+
+    def settle_asked(self, statuses: Mapping[int, GetStatus]) -> None:
+        """Some blocks ended otherwise: what is neither among them nor accepted stays asked for."""
+        for at, status in statuses.items():
+            self.statuses[at] = status
+        self.asked = [at for at in self.asked if at not in statuses and not self._is_accepted(at)]
+
+    def _is_accepted(self, at: int) -> bool:
+        return self.statuses[at] == GetStatus.OK and at not in self._begun
 
     def settle(self, failed: GetStatus | None = None) -> None:
         """Zero what was begun and not verified; with ``failed``, that is the outcome of all that is open."""

@@ -28,7 +28,7 @@ from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, Toke
 from kvstore.store import AckLevel, GetStatus, Lookup, Presence, PutOutcome, StateEntry
 
 MAGIC = b"RPKV"
-VERSION = 1
+VERSION = 2
 FLAG_REPLY = 0x0001
 HEADER_BYTES = 40
 HELLO_BODY_BYTES_MAX = 8 * limits.KIB
@@ -70,6 +70,10 @@ class Opcode(IntEnum):
     PUT_STATE = 6
     GET_STATE = 7
     CONTROL = 8
+    SHARE = 9
+    EXTENTS = 10
+    RELEASE = 11
+    PUT_LOCAL = 12
     ERROR = 255
 
 
@@ -245,7 +249,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(body: bytes) -> Hello:
-    reader = _Reader(body, "HELLO")
+    reader = Reader(body, "HELLO")
     protocol, algorithm_bytes, token_bytes, tenant_bytes = reader.unpack(_HELLO)
     if token_bytes > TOKEN_BYTES_MAX or max(algorithm_bytes, tenant_bytes) > limits.NAME_BYTES_MAX:
         raise ProtocolError("HELLO carries a name or token beyond its bound")
@@ -260,7 +264,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 
 def decode_welcome(body: bytes) -> Welcome:
-    reader = _Reader(body, "HELLO reply")
+    reader = Reader(body, "HELLO reply")
     protocol, algorithm_bytes, server_bytes = reader.unpack(_WELCOME)
     welcome = Welcome(protocol, reader.text(algorithm_bytes), reader.text(server_bytes))
     reader.end()
@@ -283,7 +287,7 @@ def encode_lookup(space_id: SpaceId, names: Sequence[BlockName], *, states: bool
 
 
 def decode_lookup(body: bytes) -> LookupRequest:
-    reader = _Reader(body, "LOOKUP")
+    reader = Reader(body, "LOOKUP")
     space_id, states, count = reader.unpack(_LOOKUP)
     if states > 1:
         raise ProtocolError("LOOKUP carries an unknown option")
@@ -309,7 +313,7 @@ def encode_lookup_reply(answer: Lookup) -> bytes:
 
 
 def decode_lookup_reply(body: bytes) -> Lookup:
-    reader = _Reader(body, "LOOKUP reply")
+    reader = Reader(body, "LOOKUP reply")
     count, state_count, complete, load_s_estimate = reader.unpack(_LOOKUP_REPLY)
     if count > limits.LOOKUP_KEYS_MAX or state_count > limits.STATES_PER_LOOKUP_MAX or complete > 1:
         raise ProtocolError("LOOKUP reply carries a count beyond its bound")
@@ -358,19 +362,19 @@ def encode_get(space_id: SpaceId, names: Sequence[BlockName], wanted_bytes: Sequ
     packed = PackedNames.pack(names)
     if not len(packed) == len(wanted_bytes) <= limits.BATCH_BLOCKS_MAX:
         raise ValueError(f"a get has at most {limits.BATCH_BLOCKS_MAX} blocks, each with a length")
-    sizes = np.asarray(wanted_bytes, "<u4").tobytes()
+    sizes = struct.pack(f"<{len(packed)}I", *wanted_bytes)
     return _GET.pack(space_id, len(packed)) + packed.keys + packed.token_digests + sizes
 
 
 def decode_get(body: bytes) -> GetRequest:
-    reader = _Reader(body, "GET")
+    reader = Reader(body, "GET")
     space_id, count = reader.unpack(_GET)
     names = reader.names(count, limits.BATCH_BLOCKS_MAX)
-    wanted = np.frombuffer(reader.take(4 * count), "<u4")
+    wanted = struct.unpack(f"<{count}I", reader.take(4 * count))
     reader.end()
-    if count and int(wanted.sum(dtype=np.uint64)) > limits.BATCH_BYTES_MAX:
+    if sum(wanted) > limits.BATCH_BYTES_MAX:
         raise ProtocolError(f"GET asks for more than {limits.BATCH_BYTES_MAX} bytes in one frame")
-    return GetRequest(SpaceId(space_id), names, tuple(wanted.tolist()))
+    return GetRequest(SpaceId(space_id), names, wanted)
 
 
 def encode_get_reply(rows: Sequence[GetRow]) -> bytes:
@@ -380,7 +384,7 @@ def encode_get_reply(rows: Sequence[GetRow]) -> bytes:
 
 
 def decode_get_reply(body: bytes) -> tuple[GetRow, ...]:
-    reader = _Reader(body, "GET reply")
+    reader = Reader(body, "GET reply")
     (count,) = reader.unpack(_COUNT)
     if count > limits.BATCH_BLOCKS_MAX:
         raise ProtocolError("GET reply carries a count beyond its bound")
@@ -435,7 +439,7 @@ def encode_put(space_id: SpaceId, traffic_class: int, ack: AckLevel, rows: Seque
 
 
 def decode_put(body: bytes) -> PutRequest:
-    reader = _Reader(body, "PUT")
+    reader = Reader(body, "PUT")
     space_id, traffic_class, disk, count = reader.unpack(_PUT)
     if count > limits.BATCH_BLOCKS_MAX or disk > 1 or traffic_class == 0:
         raise ProtocolError("PUT carries a count, class or acknowledgement level out of bounds")
@@ -454,7 +458,7 @@ def encode_put_reply(outcomes: Sequence[PutOutcome]) -> bytes:
 
 
 def decode_put_reply(body: bytes) -> list[PutOutcome]:
-    reader = _Reader(body, "PUT reply")
+    reader = Reader(body, "PUT reply")
     (count,) = reader.unpack(_COUNT)
     if count > limits.BATCH_BLOCKS_MAX:
         raise ProtocolError("PUT reply carries a count beyond its bound")
@@ -478,7 +482,7 @@ def encode_touch(space_id: SpaceId, traffic_class: int, names: Sequence[BlockNam
 
 
 def decode_touch(body: bytes) -> TouchRequest:
-    reader = _Reader(body, "TOUCH")
+    reader = Reader(body, "TOUCH")
     space_id, traffic_class, count = reader.unpack(_TOUCH)
     if traffic_class == 0:
         raise ProtocolError("TOUCH carries no traffic class")
@@ -492,7 +496,7 @@ def encode_count(count: int) -> bytes:
 
 
 def decode_count(body: bytes) -> int:
-    reader = _Reader(body, "count")
+    reader = Reader(body, "count")
     (count,) = reader.unpack(_COUNT)
     reader.end()
     return int(count)
@@ -516,7 +520,7 @@ def encode_state(space_id: SpaceId, name: StateName, *, flags: int = 0, checksum
 
 
 def decode_state(body: bytes) -> StateRequest:
-    reader = _Reader(body, "STATE")
+    reader = Reader(body, "STATE")
     space_id, key, parent, position, tail_tokens, flags, checksum = reader.unpack(_STATE)
     reader.end()
     if tail_tokens >= limits.BLOCK_TOKENS_MAX or tail_tokens > position:
@@ -531,7 +535,7 @@ def encode_state_reply(*, found: bool, flags: int = 0, checksum: int = 0) -> byt
 
 
 def decode_state_reply(body: bytes) -> tuple[bool, int, int]:
-    reader = _Reader(body, "STATE reply")
+    reader = Reader(body, "STATE reply")
     found, flags, checksum = reader.unpack(_STATE_REPLY)
     reader.end()
     if found > 1:
@@ -552,7 +556,7 @@ def encode_error(error: StoreError | ValueError) -> bytes:
 
 def decode_error(body: bytes) -> StoreError | ValueError:
     """The error that the peer sent, to be raised. Raises ProtocolError if it cannot be read."""
-    reader = _Reader(body, "ERROR")
+    reader = Reader(body, "ERROR")
     code, message_bytes, retry_after_s = reader.unpack(_ERROR)
     if message_bytes > ERROR_MESSAGE_BYTES_MAX:
         raise ProtocolError("ERROR carries a message beyond its bound")
@@ -568,7 +572,7 @@ def internal_error() -> InternalError:
     return InternalError("the daemon met an internal fault; its log has the details")
 
 
-class _Reader:
+class Reader:
     """A cursor over one body; whatever does not fit is a ProtocolError that names the message."""
 
     __slots__ = ("_at", "_body", "_what")

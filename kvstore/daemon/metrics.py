@@ -50,6 +50,9 @@ class ServerMetrics:
         self.reaped = Counter(
             "reprise_store_connections_reaped", "Connections closed for being too slow or idle", registry=self.registry
         )
+        self.leases_expired = Counter(
+            "reprise_store_leases_expired", "Loans to clients on the same host that ran out", registry=self.registry
+        )
         self._by_opcode: dict[wire.Opcode, tuple[Counter, Histogram]] = {
             opcode: (self._requests.labels(opcode.name.lower()), self._seconds.labels(opcode.name.lower()))
             for opcode in wire.Opcode

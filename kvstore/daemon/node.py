@@ -15,7 +15,7 @@ import resource
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvstore.daemon.checks import check_class, check_count, check_flags, check_p
 from kvstore.daemon.codec import compress
 from kvstore.daemon.files import Files
 from kvstore.daemon.leases import PayloadLease
+from kvstore.daemon.lending import Lender, Loan, lend
 from kvstore.daemon.presence import FOREVER_S, digest_words
 from kvstore.daemon.record import checksum_of
 from kvstore.daemon.shard import Pins, Shard
@@ -240,6 +241,14 @@ class Node:
         """One payload for sending (see ``PayloadLease``); None is a miss."""
         self._check_open()
         return self._home(name).open_payload(space_id, name, self._clock.now_s())
+
+    def lend(self, space_id: SpaceId, names: Sequence[BlockName]) -> Loan:
+        """Where many blocks lie, for reading from their files until the loan is closed."""
+        self._check_open()
+        homes: dict[Lender, Sequence[int]] = {self._shards[0]: range(len(names))}
+        if len(self._shards) > 1:
+            homes = _grouped(map(self._home, names))
+        return lend(homes, space_id, names, self._clock.now_s())
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool:
         """A reader saw bad bytes: verify here; True if the block was bad and is quarantined. Good blocks stay."""
@@ -590,6 +599,14 @@ def _check_capacity(config: NodeConfig, rules: ClassRules | None) -> None:
     check_rules(rules, share_bytes * len(config.directories))
     for path in config.directories:
         check_file_system(Path(path), share_bytes)
+
+
+def _grouped(homes: Iterable[Shard]) -> dict[Lender, Sequence[int]]:
+    """Positions by shard."""
+    groups: dict[Lender, list[int]] = {}
+    for at, shard in enumerate(homes):
+        groups.setdefault(shard, []).append(at)
+    return {**groups}
 
 
 def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:

@@ -77,7 +77,10 @@ def digest_words(digests: Sequence[TokenDigest]) -> npt.NDArray[np.uint64]:
 
 
 class PresenceMap:
-    """Keys to rows. ``rows``, ``keep_until_s``, ``pin_until_s`` and ``used`` are columns by slot; slots are reused."""
+    """Keys to rows. ``rows``, ``keep_until_s``, ``pin_until_s``, ``used``, ``checked`` are columns by slot, and reused.
+
+    ``checked``: the record's header was written or read by this process; what a start loads is not.
+    """
 
     def __init__(self, keep_for_s: npt.NDArray[np.int64], tombstones_max: int) -> None:
         self.keep_for_s = keep_for_s
@@ -89,6 +92,7 @@ class PresenceMap:
         self.keep_until_s = np.zeros(_ROWS_FIRST, dtype=np.int64)
         self.pin_until_s = np.zeros(_ROWS_FIRST, dtype=np.int64)
         self.used = np.zeros(_ROWS_FIRST, dtype=bool)
+        self.checked = np.zeros(_ROWS_FIRST, dtype=bool)
         self._tombstones: OrderedDict[BlockKey, Tombstone] = OrderedDict()
 
     def __len__(self) -> int:
@@ -105,6 +109,7 @@ class PresenceMap:
         self.pin_until_s = np.zeros(size, dtype=np.int64)
         self.used = np.zeros(size, dtype=bool)
         self.used[:count] = True
+        self.checked = np.zeros(size, dtype=bool)
         self._keys = list(keys)
         self._slots = {key: slot for slot, key in enumerate(keys)}
         self.keep_until_s[:count] = keep_until(self.rows[:count], self.keep_for_s)
@@ -135,6 +140,7 @@ class PresenceMap:
         self.rows[slot] = np.frombuffer(entry, dtype=ENTRY_DTYPE)[0]
         self.keep_until_s[slot] = keep_until(self.rows[slot], self.keep_for_s)
         self.pin_until_s[slot] = pin_until_s
+        self.checked[slot] = True
         self._tombstones.pop(key, None)
         return slot
 
@@ -231,4 +237,5 @@ class PresenceMap:
             self.keep_until_s = np.concatenate([self.keep_until_s, np.zeros_like(self.keep_until_s)])
             self.pin_until_s = np.concatenate([self.pin_until_s, np.zeros_like(self.pin_until_s)])
             self.used = np.concatenate([self.used, np.zeros_like(self.used)])
+            self.checked = np.concatenate([self.checked, np.zeros_like(self.checked)])
         return slot

@@ -84,6 +84,7 @@ def _server_config(config: StoreConfig, token: str | None) -> ServerConfig:
         unix_path=config.unix_path,
         token=(token or "").encode(),
         connections_max=config.connections_max,
+        same_host=config.same_host,
     )
 
 

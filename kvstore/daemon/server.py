@@ -49,6 +49,9 @@ class ServerConfig:
     hello_s: float = limits.HELLO_S_MAX
     frame_s: float = limits.FRAME_S_MAX
     idle_s: float = limits.IDLE_S_MAX
+    same_host: bool = True
+    """Lend segments to trusted clients on the Unix socket, and take puts from their memory."""
+    lease_s: float = limits.LEASE_S
 
 
 class Server:
@@ -64,7 +67,8 @@ class Server:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._session = Session(backend, admission, metrics, config.name, config.token, monotonic)
+        lease_s = config.lease_s if config.same_host else 0.0
+        self._session = Session(backend, admission, metrics, config.name, config.token, monotonic, lease_s=lease_s)
         self._listeners = listeners
         self._metrics = metrics
         self._monotonic = monotonic
@@ -203,7 +207,7 @@ class Server:
         except StoreError as error:
             log.debug("connection ended: %s", error)
         finally:
-            connection.channel.close()
+            connection.close()
             self._metrics.connections.dec()
             self._forget(connection)
 
@@ -227,9 +231,13 @@ class Server:
     def _reap_once(self) -> None:
         now_s = self._monotonic()
         with self._lock:
+            neighbours = [connection.neighbour for connection in self._connections if connection.neighbour is not None]
             overdue = [connection for connection in self._connections if now_s > connection.until_s]
             refused = list(self._refused)
             self._refused.clear()
+        for neighbour in neighbours:
+            if neighbour.expire(now_s):
+                self._metrics.leases_expired.inc()
         for connection in overdue:
             self._metrics.reaped.inc()
             connection.channel.shutdown()

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 
-from kvstore import control, limits, wire
+from kvstore import control, limits, sharing, wire
 from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.lending import Loan, Neighbour
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.errors import (
     CapacityProtected,
@@ -30,7 +32,7 @@ from kvstore.errors import (
     Unauthorized,
     VersionMismatch,
 )
-from kvstore.framing import Channel
+from kvstore.framing import Channel, close_all
 from kvstore.keys import KEY_ALGORITHM, BlockName, SpaceId, TokenDigest
 from kvstore.store import AckLevel, BlockPut, Buffer, GetStatus, PutOutcome, Store
 from kvstore.traffic import TrafficClass
@@ -92,15 +94,32 @@ class Backend(Store, Protocol):
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool: ...
 
 
-class Connection:
-    """A channel and until when its present wait may last (the reaper looks at it)."""
+@runtime_checkable
+class FileBackend(Protocol):
+    """A backend whose blocks lie in files that may be lent to a client on the same host."""
 
-    __slots__ = ("channel", "idle", "until_s")
+    def lend(self, space_id: SpaceId, names: Sequence[BlockName]) -> Loan: ...
+
+
+class Connection:
+    """A channel and until when its present wait may last (the reaper looks at it).
+
+    ``trusted``: the peer is on this host and may see every block. ``neighbour``: what it shares, once it asked to.
+    """
+
+    __slots__ = ("channel", "idle", "neighbour", "trusted", "until_s")
 
     def __init__(self, channel: Channel, until_s: float) -> None:
         self.channel = channel
         self.until_s = until_s
         self.idle = True
+        self.trusted = False
+        self.neighbour: Neighbour | None = None
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.neighbour is not None:
+            self.neighbour.close()
 
 
 class Request:
@@ -111,13 +130,13 @@ class Request:
     """
 
     __slots__ = (
-        "_connection",
         "_left_s",
         "_monotonic",
         "_wire_s",
         "answered",
         "body",
         "channel",
+        "connection",
         "deadline_s",
         "header",
         "unread",
@@ -132,10 +151,10 @@ class Request:
         wire_s: float,
         monotonic: Callable[[], float],
     ) -> None:
-        self._connection = connection
         self._wire_s = self._left_s = wire_s
         self._monotonic = monotonic
         self.channel = connection.channel
+        self.connection = connection
         self.header = header
         self.body = body
         self.deadline_s = deadline_s
@@ -146,16 +165,24 @@ class Request:
     def _waiting_for_peer(self) -> Iterator[None]:
         """Bytes are on their way: the reaper counts the peer's time, and afterwards the daemon's again."""
         began_s = self._monotonic()
-        works_until_s, self._connection.until_s = self._connection.until_s, began_s + self._left_s
+        works_until_s, self.connection.until_s = self.connection.until_s, began_s + self._left_s
         yield
         waited_s = self._monotonic() - began_s
         self._left_s = max(self._left_s - waited_s, 0.0)
-        self._connection.until_s = works_until_s + waited_s
+        self.connection.until_s = works_until_s + waited_s
 
     def receive_into(self, view: memoryview) -> None:
         self.unread -= len(view)
         with self._waiting_for_peer():
             self.channel.receive_into(view)
+
+    def receive_descriptor(self) -> int | None:
+        """The descriptor attached to a payload of one byte, owned by the caller; None if there is none."""
+        if self.unread != 1:
+            raise ProtocolError(f"{self.header.opcode.name} comes with one byte of payload, a descriptor attached")
+        self.unread = 0
+        with self._waiting_for_peer():
+            return self.channel.receive_descriptors(1)[0]
 
     def drop_payload(self, count: int | None = None) -> None:
         """Read what is left of the payload, or ``count`` bytes of it, so that what follows begins where it should."""
@@ -168,7 +195,7 @@ class Request:
     def _begin_answer(self) -> None:
         """From now on it is the peer who is waited for, until all of the answer is taken."""
         self.answered = True
-        self._connection.until_s = self._monotonic() + self._wire_s
+        self.connection.until_s = self._monotonic() + self._wire_s
 
     def answer(self, body: bytes, payload_bytes: int = 0, payloads: Sequence[Buffer] = ()) -> None:
         self._begin_answer()
@@ -185,7 +212,10 @@ class Request:
 
 
 class Session:
-    """Answers frames for one store. Stateless between frames, so one serves all connections."""
+    """Answers frames for one store. Stateless between frames, so one serves all connections.
+
+    ``lease_s``: how long extents are lent to clients on the same host; 0: not at all.
+    """
 
     def __init__(
         self,
@@ -195,7 +225,11 @@ class Session:
         name: str,
         token: bytes,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        lease_s: float = 0.0,
     ) -> None:
+        self._files = backend if lease_s and isinstance(backend, FileBackend) else None
+        self._lease_s = lease_s
         self._backend = backend
         self._admission = admission
         self._load_rate = LoadRate()
@@ -211,6 +245,10 @@ class Session:
             wire.Opcode.PUT_STATE: self._put_state,
             wire.Opcode.GET_STATE: self._get_state,
             wire.Opcode.CONTROL: self._control,
+            wire.Opcode.SHARE: self._share,
+            wire.Opcode.EXTENTS: self._lend_extents,
+            wire.Opcode.RELEASE: self._release,
+            wire.Opcode.PUT_LOCAL: self._put_local,
         }
 
     # --- frames -----------------------------------------------------------------------------------------------------
@@ -226,10 +264,12 @@ class Session:
                 raise ProtocolError("a connection begins with HELLO")
             if header.body_bytes > wire.HELLO_BODY_BYTES_MAX:
                 raise ProtocolError(f"HELLO has at most {wire.HELLO_BODY_BYTES_MAX} bytes")
-            self._check_hello(wire.decode_hello(channel.receive_body(header)))
+            hello = wire.decode_hello(channel.receive_body(header))
+            self._check_hello(hello)
         except (ProtocolError, Unauthorized) as error:
             self._part(connection, 0, error)
             return False
+        connection.trusted = self._is_trusted(channel, hello)
         body = wire.encode_welcome(wire.Welcome(wire.VERSION, KEY_ALGORITHM, self._name))
         channel.send(wire.encode_frame(wire.Opcode.HELLO, header.request_id, body, reply=True))
         return True
@@ -244,6 +284,13 @@ class Session:
                 f"the client makes keys by {hello.key_algorithm!r}, this node by {KEY_ALGORITHM!r}: "
                 "they would never find each other's blocks; upgrade the older one"
             )
+
+    def _is_trusted(self, channel: Channel, hello: wire.Hello) -> bool:
+        """Whether a peer may have descriptors, in which every tenant's blocks can be seen: on this host, with the
+        daemon's token (where there is none, as the daemon's own user), and not on behalf of one tenant.
+        """
+        uid = channel.peer_uid()
+        return uid is not None and not hello.tenant and (bool(self._token) or uid == os.geteuid())
 
     def step(self, connection: Connection, idle_s: float, frame_s: float) -> bool:
         """Answer one request; False when the connection is to be closed."""
@@ -385,17 +432,27 @@ class Session:
         try:
             with self._admission.buffer(size, min(self._left_s(request), ADMISSION_WAIT_S_MAX)) as buffer:
                 request.receive_into(buffer)
-                return self._backend.put(
-                    asked.space_id,
-                    _blocks(rows, buffer),
-                    traffic_class=TrafficClass(asked.traffic_class),
-                    ack=asked.ack,
-                    deadline_s=self._left_s(request),
-                    checksums=[row.checksum for row in rows],
-                )
-        except (Overloaded, CapacityProtected) as error:
+                return self._store(request, asked, rows, buffer)
+        except Overloaded as error:
             self._metrics.error(error)
             request.drop_payload(request.unread - after)
+            return [PutOutcome.REFUSED] * len(rows)
+
+    def _store(
+        self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: memoryview
+    ) -> list[PutOutcome]:
+        """Blocks whose payloads lie one after another in memory; what finds no room is refused."""
+        try:
+            return self._backend.put(
+                asked.space_id,
+                _blocks(rows, payloads),
+                traffic_class=TrafficClass(asked.traffic_class),
+                ack=asked.ack,
+                deadline_s=self._left_s(request),
+                checksums=[row.checksum for row in rows],
+            )
+        except (Overloaded, CapacityProtected) as error:
+            self._metrics.error(error)
             return [PutOutcome.REFUSED] * len(rows)
 
     def _touch(self, request: Request) -> None:
@@ -439,6 +496,59 @@ class Session:
         if len(result) > wire.CONTROL_REPLY_BYTES_MAX:
             raise ValueError(f"the answer to {verb} is larger than a frame may be: ask for less at once")
         request.answer(b"", len(result), (result,))
+
+    # --- same host --------------------------------------------------------------------------------------------------
+
+    def _share(self, request: Request) -> None:
+        arena_bytes = sharing.decode_share(request.body)
+        fd = request.receive_descriptor()
+        try:
+            granted = fd is not None and self._files is not None and request.connection.trusted
+            if granted and fd is not None:
+                self._adopt(request.connection, Neighbour.open(fd, arena_bytes))
+        finally:
+            close_all([fd])
+        request.answer(sharing.encode_shared(sharing.Shared(granted, self._lease_s)))
+
+    def _adopt(self, connection: Connection, neighbour: Neighbour) -> None:
+        if connection.neighbour is not None:
+            neighbour.close()
+            raise ProtocolError("a connection shares memory once")
+        connection.neighbour = neighbour
+
+    def _lend_extents(self, request: Request) -> None:
+        neighbour = _neighbour(request)
+        assert self._files is not None  # else nobody is a neighbour
+        asked = wire.decode_get(request.body)
+        loan = self._files.lend(asked.space_id, asked.names)
+        until_s = self._monotonic() + self._lease_s
+        digests = wire.token_digests_of(asked.names)
+        extents, fds = neighbour.lend(loan, digests, asked.wanted_bytes, until_s)
+        try:
+            request.answer(sharing.encode_extents(extents), len(fds))
+            request.channel.send_descriptors(fds)
+        finally:
+            close_all(fds)
+
+    def _release(self, request: Request) -> None:
+        """The one message without an answer."""
+        if request.body:
+            raise ProtocolError("RELEASE has no body")
+        _neighbour(request).release()
+
+    def _put_local(self, request: Request) -> None:
+        neighbour = _neighbour(request)
+        offset, asked = sharing.decode_put_local(request.body)
+        size = sum(row.payload_bytes for row in asked.rows)
+        outcomes = self._store(request, asked, asked.rows, neighbour.arena(offset, size))
+        self._metrics.payload_in.inc(size)
+        request.answer(wire.encode_put_reply(outcomes))
+
+
+def _neighbour(request: Request) -> Neighbour:
+    if request.connection.neighbour is None:
+        raise ProtocolError(f"{request.header.opcode.name} comes after SHARE was granted")
+    return request.connection.neighbour
 
 
 def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRow]]:

@@ -1,4 +1,5 @@
-"""The store's contract, on every backend: memory, node, and clients over Unix sockets, TCP and two nodes."""
+"""The store's contract, on every backend: memory, node, and clients over Unix sockets, TCP, shared memory and
+two nodes."""
 
 from __future__ import annotations
 

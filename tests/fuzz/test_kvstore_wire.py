@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import control, wire
+from kvstore import control, sharing, wire
 from kvstore.errors import ProtocolError, StoreError
 from kvstore.framing import parse_address
 from kvstore.keys import space_id
@@ -24,6 +24,7 @@ STORE = MemoryStore(ManualClock())
 STORE.register_space(a_space())
 STORE.put_state(SPACE, CHAIN.state_name(5), b"state")
 ROW = wire.PutRow(CHAIN.names[0], 4, 100, 0, 77)
+EXTENT = sharing.Extent(4352, 77, bytes(16), 100, 0, sharing.ExtentStatus.LENT, 0)
 
 DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "header": (wire.decode_header, wire.encode_frame(wire.Opcode.GET, 1, b"body")[: wire.HEADER_BYTES]),
@@ -45,6 +46,10 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "count": (wire.decode_count, wire.encode_count(7)),
     "state": (wire.decode_state, wire.encode_state(SPACE, CHAIN.state_name(5), flags=1, checksum=9)),
     "state reply": (wire.decode_state_reply, wire.encode_state_reply(found=True, flags=1, checksum=9)),
+    "share": (sharing.decode_share, sharing.encode_share(4096)),
+    "share reply": (sharing.decode_shared, sharing.encode_shared(sharing.Shared(True, 5.0))),
+    "extents reply": (sharing.decode_extents, sharing.encode_extents(sharing.Extents([EXTENT, EXTENT], True))),
+    "put local": (sharing.decode_put_local, sharing.encode_put_local(4096, wire.encode_put(SPACE, 1, "os", [ROW]))),
     "error": (wire.decode_error, wire.encode_error(ProtocolError("what"))),
     "control request": (control.decode_request, control.encode_request("scan", {"cursor": ""})),
     "control result": (control.decode_result, control.encode_result([1, 2])),

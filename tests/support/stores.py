@@ -101,7 +101,9 @@ def _node(stack: ExitStack) -> Subject:
     return Subject(node, clock, (node,))
 
 
-def _client(stack: ExitStack, nodes: int, pick: Callable[[Server], str], on_disk: bool) -> Subject:
+def _client(
+    stack: ExitStack, nodes: int, pick: Callable[[Server], str], on_disk: bool, *, same_host: bool = False
+) -> Subject:
     clock = ManualClock()
     backends, addresses = [], []
     for at in range(nodes):
@@ -114,7 +116,8 @@ def _client(stack: ExitStack, nodes: int, pick: Callable[[Server], str], on_disk
         server = stack.enter_context(served(backend, folder))
         backends.append(backend)
         addresses.append(f"n{at}={pick(server)}")
-    return Subject(stack.enter_context(client_of(*addresses)), clock, tuple(backends))
+    client = stack.enter_context(client_of(*addresses, same_host=same_host))
+    return Subject(client, clock, tuple(backends))
 
 
 def _tcp(server: Server) -> str:
@@ -130,8 +133,9 @@ SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
     "node": _node,
     "unix": lambda stack: _client(stack, 1, _unix, on_disk=True),
     "tcp": lambda stack: _client(stack, 1, _tcp, on_disk=True),
-    "two-nodes": lambda stack: _client(stack, 2, _unix, on_disk=True),
-    "memory-served": lambda stack: _client(stack, 1, _unix, on_disk=False),
+    "local": lambda stack: _client(stack, 1, _unix, on_disk=True, same_host=True),
+    "two-nodes": lambda stack: _client(stack, 2, _unix, on_disk=True, same_host=True),
+    "memory-served": lambda stack: _client(stack, 1, _unix, on_disk=False, same_host=True),
 }
 
 

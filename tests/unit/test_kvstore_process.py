@@ -89,7 +89,7 @@ def test_a_daemon_lives_and_ends_cleanly(folder: Path, number: signal.Signals) -
         assert httpx.get(f"{base}/healthz").json() == {"status": "ok"}
         metrics = httpx.get(f"{base}/metrics").text
         assert "reprise_store_blocks 5.0" in metrics
-        assert 'reprise_store_requests_total{opcode="put"} 1.0' in metrics
+        assert 'reprise_store_requests_total{opcode="put_local"} 1.0' in metrics
         assert 'reprise_store_class_blocks{of="agent"} 5.0' in metrics
         assert httpx.get(f"{base}/v1/stats").json()["blocks"] == 5
         shown = CliRunner().invoke(APP, ["stat", ready["listen"], "--json"])

@@ -162,7 +162,7 @@ def test_a_wrong_version_is_told_both_versions(server: Server) -> None:
     assert isinstance(error, VersionMismatch)
     assert "version 9" in str(error)
     with raw(server) as sock:
-        sock.sendall(hello_frame(protocol=2))
+        sock.sendall(hello_frame(protocol=wire.VERSION - 1))
         assert isinstance(error_in(read_all(sock)), VersionMismatch)
 
 

@@ -131,7 +131,7 @@ def test_a_segment_recycled_before_its_bytes_are_read_is_a_miss(folder: Path) ->
     """A peer takes its time over an answer whose blocks are evicted and overwritten meanwhile: what arrives is right or
     a miss, and nobody is told of corruption, for there is none."""
     node = open_large(folder, ManualClock(), 64 * limits.MIB)
-    with served(node, folder) as server, client_of(server.addresses[1]) as client:
+    with served(node, folder) as server, client_of(server.addresses[1], same_host=False) as client:
         space = client.register_space(a_space())
         names = a_chain(space, 6).names
         payloads = [os.urandom(200_000) for _ in names]

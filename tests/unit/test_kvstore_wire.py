@@ -222,8 +222,8 @@ def test_errors_with_more_to_say() -> None:
 def test_another_version_is_told_apart_from_garbage() -> None:
     """Version comes before every other check, so that a newer peer is named and not called damaged."""
     frame = bytearray(wire.encode_frame(wire.Opcode.GET, 1, b""))
-    frame[4] = 2
-    with pytest.raises(VersionMismatch, match="version 2"):
+    frame[4] = wire.VERSION + 1
+    with pytest.raises(VersionMismatch, match=f"version {wire.VERSION + 1}"):
         wire.decode_header(frame)
 
 

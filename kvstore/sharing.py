@@ -1,0 +1,125 @@
+"""The messages of the same-host path: pure encoding and decoding, as ``wire`` does for the others.
+
+Owns the bytes by which a client and a daemon on one host share memory (``kvstore/FORMAT.md`` shows the tables). Does
+not know memory itself: descriptors travel beside the payload bytes of a frame. Invariants: those of ``wire``; a get
+asks for extents with the body of GET, and a put through an arena carries the body of PUT.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvstore import limits, wire
+from kvstore.errors import ProtocolError
+
+_SHARE = struct.Struct("<Q")
+_SHARED = struct.Struct("<BxxxI")
+_EXTENTS = struct.Struct("<IBxxx")
+_EXTENT = struct.Struct("<QQ16sIIBB6x")
+_PUT_LOCAL = struct.Struct("<Q")
+
+
+class ExtentStatus(IntEnum):
+    """What an answer says of one block. MISS and WRONG_SIZE are those of ``GetStatus``."""
+
+    LENT = 0
+    MISS = 1
+    WRONG_SIZE = 4
+    ASK = 6
+    """It cannot be read from the file as it is: ask for it by GET."""
+
+
+_STATUSES = frozenset(ExtentStatus)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The daemon's answer to SHARE: whether it lends extents and takes puts from the arena, and how long a lease is."""
+
+    granted: bool
+    lease_s: float
+
+
+class Extent(NamedTuple):
+    """One block of an EXTENTS answer. ``offset``: of the payload in the file that ``descriptor`` numbers."""
+
+    offset: int
+    checksum: int
+    token_digest: bytes
+    payload_bytes: int
+    descriptor: int
+    status: int
+    flags: int
+
+    @classmethod
+    def none(cls, status: ExtentStatus) -> Extent:
+        return cls(0, 0, bytes(limits.TOKEN_DIGEST_BYTES), 0, 0, status, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The daemon's answer to EXTENTS. ``anew``: descriptors sent before are no longer numbered; close them first."""
+
+    rows: Sequence[Extent]
+    anew: bool
+
+
+def encode_share(arena_bytes: int) -> bytes:
+    return _SHARE.pack(arena_bytes)
+
+
+def decode_share(body: bytes) -> int:
+    """Bytes of the arena whose descriptor is attached to the payload. Raises ProtocolError beyond the bound."""
+    reader = wire.Reader(body, "SHARE")
+    (arena_bytes,) = reader.unpack(_SHARE)
+    reader.end()
+    if not 1 <= arena_bytes <= limits.ARENA_BYTES_MAX:
+        raise ProtocolError(f"SHARE offers an arena of {arena_bytes} bytes; at most {limits.ARENA_BYTES_MAX} are taken")
+    return int(arena_bytes)
+
+
+def encode_shared(shared: Shared) -> bytes:
+    return _SHARED.pack(shared.granted, round(1000 * shared.lease_s))
+
+
+def decode_shared(body: bytes) -> Shared:
+    reader = wire.Reader(body, "SHARE reply")
+    granted, lease_ms = reader.unpack(_SHARED)
+    reader.end()
+    if granted > 1:
+        raise ProtocolError("SHARE reply carries an unknown answer")
+    return Shared(bool(granted), lease_ms / 1000)
+
+
+def encode_extents(extents: Extents) -> bytes:
+    return _EXTENTS.pack(len(extents.rows), extents.anew) + b"".join([_EXTENT.pack(*row) for row in extents.rows])
+
+
+def decode_extents(body: bytes) -> Extents:
+    reader = wire.Reader(body, "EXTENTS reply")
+    count, anew = reader.unpack(_EXTENTS)
+    if count > limits.BATCH_BLOCKS_MAX or anew > 1:
+        raise ProtocolError("EXTENTS reply carries a count or option beyond its bound")
+    rows = [Extent._make(row) for row in reader.rows(_EXTENT, count)]
+    reader.end()
+    for row in rows:
+        if row.status not in _STATUSES:
+            raise ProtocolError(f"EXTENTS reply carries an unknown status {row.status}")
+        if row.payload_bytes > limits.PAYLOAD_BYTES_MAX or row.offset >= limits.SEGMENT_BYTES_MAX:
+            raise ProtocolError("EXTENTS reply carries an extent beyond its bound")
+    return Extents(rows, bool(anew))
+
+
+def encode_put_local(offset: int, put_body: bytes) -> bytes:
+    """Blocks of a put whose payloads lie one after another in the arena, from ``offset`` on."""
+    return _PUT_LOCAL.pack(offset) + put_body
+
+
+def decode_put_local(body: bytes) -> tuple[int, wire.PutRequest]:
+    if len(body) < _PUT_LOCAL.size:
+        raise ProtocolError("PUT_LOCAL ends early")
+    return int(_PUT_LOCAL.unpack_from(body)[0]), wire.decode_put(body[_PUT_LOCAL.size :])
