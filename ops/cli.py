@@ -63,7 +63,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "worker": Subcommand("Run a prefill or decode worker.", _typer_app("workers.cli"), "workers", WORKER_NEEDS),
     "gateway": Subcommand("Run the OpenAI-compatible gateway.", _typer_app("gateway.cli"), "gateway", GATEWAY_NEEDS),
     "retention": Subcommand("Show and steer what is kept, and for how long.", _typer_app("retention.cli")),
-    "bench": Subcommand("Measure restore fidelity and kernels.", _typer_app("ops.bench.cli"), "workers", WORKER_NEEDS),
+    "bench": Subcommand("Measure the store, restore fidelity and kernels.", _typer_app("ops.bench.cli")),
 }
 
 

@@ -1,12 +1,14 @@
-"""``reprise bench``: replay fidelity, and the speed of the kernels.
+"""``reprise bench``: the store's speed, replay fidelity, and the speed of the kernels.
 
-Owns options and tables. Does not measure. Progress goes to stderr, results to stdout.
+Owns options and tables. Does not measure. Invariant: ``store`` runs without torch, as a storage node
+does. Progress goes to stderr, results to stdout.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +16,72 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Measure restore fidelity and kernels.")
+app = typer.Typer(no_args_is_help=True, help="Measure the store, restore fidelity and kernels.")
 
+SIZES_DEFAULT = "64KiB,256KiB,1MiB,4MiB"
 WINDOWS_DEFAULT = "0,1,2"
+EXIT_NOT_INSTALLED = 3
 TABLE_COLUMNS = 112
 """Columns of the widest table; a narrower terminal wraps it, which is better than cut figures."""
+
+
+@app.command()
+def store(
+    peers: Annotated[str, typer.Option(help="Compare with: redis, valkey, files; comma-separated.")] = "",
+    sizes: Annotated[str, typer.Option(help="Block sizes with units, comma-separated.")] = SIZES_DEFAULT,
+    cases: Annotated[
+        str, typer.Option(help="get, put, disk, cold, lookup, beside, mixed, restart; comma-separated. [default: all]")
+    ] = "",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder on the volume to measure; emptied afterwards. [default: the system's]")
+    ] = None,
+    seconds_max: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Begin nothing after this time.")] = 900.0,
+    blocks: Annotated[
+        int | None, typer.Option(min=1024, max=16_000_000, help="Blocks stored for look-ups and restarts.")
+    ] = None,
+    peers_python: Annotated[
+        Path | None, typer.Option(help="Python that has ops/bench/requirements-peers.txt. [default: this one]")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture there (extra bench).")] = None,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON; the table goes to stderr.")] = False,
+) -> None:
+    """Measure a store beside the limits of this machine and beside other stores, all in turns in one run."""
+    from ops.bench import plot, tables
+    from ops.bench.store import measure, settings_of
+
+    try:
+        settings = settings_of(
+            sizes=_words(sizes),
+            cases=_words(cases),
+            peers=_words(peers),
+            peers_python=str(peers_python or sys.executable),
+            seconds_max=seconds_max,
+            blocks=blocks,
+            is_quick=is_quick,
+        )
+        if png is not None:
+            plot.check()
+        command = " ".join(["reprise bench", *sys.argv[sys.argv.index("store") :]] if "store" in sys.argv else [])
+        report = measure(settings, data=data, command=command, is_quick=is_quick, progress=_progress)
+        if png is not None:
+            plot.draw(report.measured, png, f"{report.machine['cpu']}, {report.machine['cpus']} CPUs: {command}")
+    except (plot.PlotUnavailable, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    tables.print_report(report, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps(report.to_json()))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @app.command()
@@ -34,6 +97,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare every way of restoring a prefix with a cold run: KL, agreement, first-logit difference, seconds."""
+    _need("torch", "transformers", "safetensors")
     from ops.bench.replay import run
     from workers.geometry import UnsupportedModel
     from workers.weights import ModelUnavailable
@@ -52,7 +116,7 @@ def replay(
             dtype=dtype,
             threads=threads,
             cache_dir=cache_dir,
-            progress=lambda line: print(line, file=sys.stderr, flush=True),
+            progress=_progress,
         )
     except (ModelUnavailable, UnsupportedModel, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -88,6 +152,7 @@ def kernels(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure gather, scatter and packing on the GPU; says so when there is none."""
+    _need("torch")
     from ops.bench.kernels import run
 
     rows = run()
@@ -103,3 +168,13 @@ def kernels(
     for row in rows:
         table.add_row(row.op, row.moves, str(row.blocks), f"{row.call_us:.1f}", f"{row.payload_gb_s:.1f}")
     Console().print(table)
+
+
+def _need(*modules: str) -> None:
+    """End with what to install if one is not there: the store is measured without them."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        print(
+            f"this needs {', '.join(missing)}, not installed here: pip install 'reprise-kv[workers]'", file=sys.stderr
+        )
+        raise typer.Exit(EXIT_NOT_INSTALLED)

@@ -1,0 +1,197 @@
+"""Other stores on this machine: Redis and Valkey servers over TCP and a Unix socket, and plain files.
+
+Owns their processes and folders. Does not install anything: a peer that is not there is named, with what to install.
+Invariants: a peer holds no more than the blocks of one case; a server listens on loopback only, keeps nothing on disk,
+and is ended whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ops.bench.child import ChildFailed, heard, stop, tell
+from ops.bench.measure import Elsewhere
+
+START_S = 20.0
+PEERS = ("redis", "valkey", "files")
+SERVERS = {"redis": "redis-server", "valkey": "valkey-server"}
+PACKAGES = {"redis": "redis-server", "valkey": "valkey-server (Debian 13 and later)"}
+CLIENT = Path(__file__).with_name("peer_client.py")
+
+
+class Peer(Protocol):
+    """What is compared with. ``read`` and ``write`` move one batch, which stays the same within a case."""
+
+    name: str
+
+    def pids(self) -> Sequence[int]: ...
+
+    def read(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None: ...
+
+    def write(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None: ...
+
+    def exists(self, count: int) -> Elsewhere | None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A peer that is not measured, and why."""
+
+    name: str
+    reason: str
+
+
+class Files:
+    """One file a block, written without fsync, under the temporary name first, and read into the same buffers."""
+
+    name = "files"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written: tuple[int, int] = (0, 0)
+        folder.mkdir(parents=True)
+
+    def pids(self) -> Sequence[int]:
+        return ()
+
+    def read(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None:
+        if self._written != (size, len(views)):
+            self.write(size, views)
+        for at, view in enumerate(views):
+            with open(self._path(size, at), "rb", buffering=0) as file:
+                if file.readinto(view) != size:
+                    raise ChildFailed("a file of the peer `files` is short")
+        return None
+
+    def write(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None:
+        for at, view in enumerate(views):
+            path = self._path(size, at)
+            draft = path + ".tmp"
+            with open(draft, "wb", buffering=0) as file:
+                file.write(view)
+            os.replace(draft, path)
+        self._written = (size, len(views))
+        return None
+
+    def exists(self, count: int) -> Elsewhere | None:
+        for at in range(count):
+            os.path.exists(self._path(0, at))
+        return None
+
+    def _path(self, size: int, at: int) -> str:
+        return f"{self._folder}/{size}-{at}"
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RespPeer:
+    """A client process of a Redis-like server over one transport."""
+
+    def __init__(self, name: str, server: subprocess.Popen[bytes], client: subprocess.Popen[bytes], owns: bool) -> None:
+        self.name = name
+        self._server = server
+        self._client = client
+        self._owns = owns
+
+    def pids(self) -> Sequence[int]:
+        return self._server.pid, self._client.pid
+
+    def read(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None:
+        return self._ask("get", size, len(views))
+
+    def write(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None:
+        return self._ask("put", size, len(views))
+
+    def exists(self, count: int) -> Elsewhere | None:
+        return self._ask("exists", 32, count)
+
+    def _ask(self, op: str, size: int, batch: int) -> Elsewhere:
+        tell(self._client, {"op": op, "size": size, "batch": batch})
+        return Elsewhere(heard(self._client)["seconds"])
+
+    def close(self) -> None:
+        stop(self._client)
+        if self._owns:
+            stop(self._server)
+
+
+def start(names: Sequence[str], folder: Path, python: str) -> tuple[list[Peer], list[Skipped], dict[str, str]]:
+    """The peers that are here, those that are not, and the versions of the servers."""
+    peers: list[Peer] = []
+    skipped: list[Skipped] = []
+    versions: dict[str, str] = {}
+    for name in names:
+        if name == "files":
+            peers.append(Files(folder / "peer-files"))
+            continue
+        try:
+            found, version = _start_resp(name, folder, python)
+        except (ChildFailed, OSError) as error:
+            skipped.append(Skipped(name, str(error)))
+        else:
+            peers += found
+            versions[name] = version
+    return peers, skipped, versions
+
+
+def _start_resp(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
+    """A server and two clients, one a transport. Raises ChildFailed that says what to install."""
+    program = shutil.which(SERVERS[name])
+    if program is None:
+        raise ChildFailed(f"{SERVERS[name]} is not installed: apt-get install {PACKAGES[name]}")
+    unix = folder / f"{name}.sock"
+    port = _free_port()
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(unix)]
+    command += ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder)]
+    clients: list[subprocess.Popen[bytes]] = []
+    with (folder / f"{name}.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _await(unix.exists, server)
+        peers: list[Peer] = []
+        for transport, where in (("tcp", f"127.0.0.1:{port}"), ("unix", f"unix:{unix}")):
+            client = subprocess.Popen([python, str(CLIENT), where], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            clients.append(client)
+            version = _greeting(client, python)
+            peers.append(RespPeer(f"{name} {transport}", server, client, owns=transport == "unix"))
+    except BaseException:
+        for process in (*clients, server):
+            stop(process)
+        raise
+    return peers, version
+
+
+def _greeting(client: subprocess.Popen[bytes], python: str) -> str:
+    try:
+        return str(heard(client, START_S)["server"])
+    except ChildFailed as error:
+        raise ChildFailed(
+            f"no client in {python}: install ops/bench/requirements-peers.txt in an environment of its own and give it "
+            f"with --peers-python ({error})"
+        ) from error
+
+
+def _await(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    ends_s = time.monotonic() + START_S
+    while not ready():
+        if process.poll() is not None or time.monotonic() > ends_s:
+            raise ChildFailed("the server did not start")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

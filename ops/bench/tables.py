@@ -1,0 +1,122 @@
+"""The store bench's results for people: ratios first, rates second, then what they cost.
+
+Owns rows and words. Does not measure. Pure but for printing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ops.bench.measure import Measured, Result, Verdict, ratio
+from ops.bench.store import Report, small_blocks
+
+GIGA = 1e9
+MIB = 1 << 20
+TABLE_COLUMNS = 156
+"""Columns of the widest table; a narrower terminal wraps it, which is better than cut figures."""
+RATIOS = ("case", "size x batch", "of limit", "of peer", "reprise", "limit", "best peer", "CPU s/GB", "bars")
+LATENCIES = ("case", "size x batch", "p50", "p99", "p99.9", "limit p50", "limit p99")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The tables, then the bars, what was skipped and how much memory was taken."""
+    console.width = max(console.width, TABLE_COLUMNS)
+    console.print(
+        _table("medians of rounds in which all took turns; ratios first", RATIOS, map(row_of, report.measured))
+    )
+    timed = [latency_row_of(case) for case in report.measured if case.batch == 1 or case.unit == "keys"]
+    console.print(_table("milliseconds a request (reads / writes)", LATENCIES, timed))
+    lines = [f"{label(case)}: {verdict_text(one)}" for case in report.measured for one in case.verdicts]
+    lines += [
+        f"{name}: 64 KiB at {share:.2f} of 1 MiB (bar: 0.6)" for name, share in small_blocks(report.measured).items()
+    ]
+    lines += [f"{label(case)}: {note}" for case in report.measured for note in case.notes if note.endswith("short")]
+    lines += [f"memory, {name}: {memory_line(taken)}" for name, taken in report.memory.items()]
+    lines += [f"not measured: {name}: {reason}" for name, reason in report.skipped.items()]
+    before, after = report.machine["load_average_before"][0], report.machine.get("load_average_after", (0.0,))[0]
+    lines.append(f"load average {before:.1f} before, {after:.1f} after; {report.seconds:.0f} s")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(
+            heading, justify="left" if heading in ("case", "limit", "best peer") else "right", no_wrap=True
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def label(case: Measured) -> str:
+    """A case in a few words."""
+    return f"{case.name} {size_text(case)}"
+
+
+def size_text(case: Measured) -> str:
+    return f"{case.size_bytes // 1024} KiB x {case.batch}" if case.size_bytes else f"{case.batch}"
+
+
+def row_of(case: Measured) -> tuple[str, ...]:
+    """One case's ratios and rates, in the order of RATIOS."""
+    store, limit, peer = case.store, case.limit, case.best_peer
+    met = [verdict.met for verdict in case.verdicts if verdict.met is not None]
+    return (
+        case.name,
+        size_text(case),
+        f"{ratio(store, limit):.2f}",
+        f"{ratio(store, peer):.2f}" if peer else "-",
+        rate_text(store, case.unit),
+        f"{limit.name} {rate_text(limit, case.unit)}",
+        f"{peer.name} {rate_text(peer, case.unit)}" if peer else "-",
+        f"{store.cpu_s_per_gb:.2f}" if store.cpu_s_per_gb is not None else "-",
+        f"{sum(met)} of {len(met)}" if met else "-",
+    )
+
+
+def latency_row_of(case: Measured) -> tuple[str, ...]:
+    """One case's percentiles, in the order of LATENCIES."""
+    return (
+        case.name,
+        size_text(case),
+        *(latency_text(case.store, at) for at in range(3)),
+        *(latency_text(case.limit, at) for at in range(2)),
+    )
+
+
+def rate_text(result: Result, unit: str) -> str:
+    if unit == "B":
+        return f"{result.rate / GIGA:.2f} GB/s"
+    if unit == "keys":
+        return f"{result.rate / 1e6:.2f} M/s"
+    return f"{1 / result.rate:.2f} s"
+
+
+def latency_text(result: Result, at: int) -> str:
+    """Milliseconds of a percentile; the writes' behind a slash where there are both."""
+    reads_ms = 1000 * (result.p50_s, result.p99_s, result.p999_s)[at]
+    if result.writes_s is None:
+        return f"{reads_ms:.2f}"
+    return f"{reads_ms:.2f} / {1000 * result.writes_s[at]:.2f}"
+
+
+def verdict_text(verdict: Verdict) -> str:
+    if verdict.reached is None:
+        return f"? {verdict.bar.text}"
+    return f"{'met' if verdict.met else 'MISSED'} {verdict.bar.text} ({verdict.reached:.3g})"
+
+
+def memory_line(taken: dict[str, float]) -> str:
+    """Bytes in MiB, all else as it is."""
+    parts = []
+    for name, value in taken.items():
+        if name in ("resident", "anonymous", "peak"):
+            parts.append(f"{name} {value / MIB:.0f} MiB")
+        else:
+            parts.append(f"{name.replace('_', ' ')} {value:.0f}")
+    return ", ".join(parts)
