@@ -6,6 +6,7 @@ folder, which is removed at the end; all that was started is ended whatever happ
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from kvstore.client import StoreClient
 from kvstore.keys import BlockName, SpaceId
-from kvstore.limits import BATCH_BLOCKS_MAX, GIB, MIB
+from kvstore.limits import BATCH_BLOCKS_MAX, GIB, KIB, MIB
 from kvstore.store import AckLevel, BlockPut, GetStatus, PutOutcome
 from kvstore.traffic import AGENT
 from ops.bench.baselines import Buffers
@@ -29,6 +30,8 @@ Progress = Callable[[str], None]
 CALL_S_MAX = 60.0
 FILL_BATCH_BYTES = 64 * MIB
 READ_CAPACITY_FACTOR = 2
+SMALL_RECORD_BYTES = 5 * KIB
+"""Room on disk for a block of a few bytes: a page, and some for what is not full."""
 SPACE_NEEDED_FACTOR = 2
 """Free bytes that the folder's file system must have, over what the bench will write."""
 
@@ -61,7 +64,8 @@ class Settings:
     @property
     def disk_bytes(self) -> int:
         """About what the bench will write."""
-        return self.put_capacity_bytes + sum(3 * self.population(size) * size for size in self.sizes) + GIB // 4
+        payload_bytes = sum(3 * self.population(size) * size for size in self.sizes)
+        return self.put_capacity_bytes + payload_bytes + self.blocks * SMALL_RECORD_BYTES
 
 
 def quick(settings: Settings) -> Settings:
@@ -99,7 +103,7 @@ class Ground:
     skipped: list[Skipped] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
-    seeds: Iterator[int] = field(default_factory=lambda: iter(range(1, 1 << 19)))
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @contextmanager
     def store(self, name: str, capacity_bytes: int) -> Iterator[Filled]:

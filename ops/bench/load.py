@@ -51,7 +51,7 @@ class StoreSide:
         self._space = self._client.register_space(SPACE)
         self._names = names_of(self._space, *chain)
         self._random = random.Random(seed)
-        self._seed = seed << 20
+        self._seed = seed << 32
         self._targets = Buffers(size, batch).views
         self._source = Buffers(size, 1, base_payload(size)).views
 

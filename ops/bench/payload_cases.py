@@ -163,7 +163,9 @@ def _put_case(
         views = Buffers(size, batch, base_payload(size)).views
         targets = Buffers(size, batch).views
         echo = _closing(stack, Echo.start(size * batch))
-        raw = _closing(stack, RawFile.create(ground.folder / "raw", max(4 * size * batch, 16 * MIB)))
+        raw = _closing(
+            stack, RawFile.create(ground.folder / "raw", max(2 * size * batch, ground.settings.population_bytes))
+        )
         connection = _closing(stack, StoreClient.connect([store.process.tcp if network else store.process.unix]))
         client = Client(store, connection, views, ground)
         amount = size * batch

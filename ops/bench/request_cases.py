@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing, contextmanager
 
 from kvstore.client import StoreClient
 from kvstore.keys import BlockName
-from kvstore.limits import KEY_BYTES, KIB, MIB, TOKEN_DIGEST_BYTES
+from kvstore.limits import KEY_BYTES, MIB, TOKEN_DIGEST_BYTES
 from kvstore.store import Presence
 from ops.bench.baselines import Buffers
 from ops.bench.blocks import SPACE, names_of
 from ops.bench.echo import Echo
-from ops.bench.ground import BenchFailed, Filled, Ground
+from ops.bench.ground import SMALL_RECORD_BYTES, BenchFailed, Filled, Ground
 from ops.bench.loads import Loads
 from ops.bench.measure import Bar, Case, Contender, Elsewhere
 from ops.bench.peers import Peer
@@ -43,9 +43,7 @@ LOADS = 2
 """Client processes that read in bulk, or mix."""
 FILL_SHARE = 0.5
 """Of the time left, what storing many small blocks may take; then fewer have to do."""
-SMALL_RECORD_BYTES = 2 * KIB
-"""Room for one small block on disk, amply."""
-ABSENT_SEED = (1 << 20) + 7
+ABSENT_SEED = 1 << 40
 
 
 @contextmanager
