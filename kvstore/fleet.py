@@ -25,6 +25,9 @@ Failure = StoreError | ValueError
 CALL_BYTES = 32 * limits.MIB
 """Payload that one get or put moves on one connection; a larger batch is spread over the node's connections."""
 
+SHARE_BYTES_MIN = 16 * limits.MIB
+"""A batch is not spread so thin that a connection moves less: another thread costs as much as reading that."""
+
 LOUD = (Unauthorized, VersionMismatch, SpaceUnknown, ValueError)
 """Faults of set-up or of the caller: raised even where a failing node would count as misses."""
 
@@ -66,7 +69,15 @@ class Fleet:
         self, work: Callable[[int, Sequence[int]], None], names: Sequence[BlockName], sizes: Sequence[int]
     ) -> list[Callable[[], None]]:
         """Jobs ``work(node, positions)`` that together cover the names, none larger than one call may be."""
-        return [job(work, node, part) for node, owned in self.group(names).items() for part in split(owned, sizes)]
+        return [
+            job(work, node, part)
+            for node, owned in self.group(names).items()
+            for part in split(owned, sizes, self._share_bytes(node, sum(sizes[at] for at in owned)))
+        ]
+
+    def _share_bytes(self, node: int, total_bytes: int) -> int:
+        """What each of a node's connections moves of a batch, so that all of them do."""
+        return min(max(-(-total_bytes // self.links[node].connections), SHARE_BYTES_MIN), CALL_BYTES)
 
     def group(self, names: Sequence[BlockName]) -> dict[int, list[int]]:
         """Positions of the names by the node that owns their stripe."""
@@ -82,12 +93,15 @@ class Fleet:
         return groups
 
     def run(self, jobs: Sequence[Callable[[], None]], ends_s: float) -> list[Failure]:
-        """Run jobs side by side; each ends by the deadline itself. Returns what failed, after all have ended."""
-        if len(jobs) == 1:
-            return [failure for failure in (_outcome(jobs[0]),) if failure]
-        futures = [self._executor.submit(_outcome, job) for job in jobs]
+        """Run jobs side by side, the first in the caller's thread; each ends by the deadline itself.
+
+        Returns what failed, after all have ended.
+        """
+        futures = [self._executor.submit(_outcome, job) for job in jobs[1:]]
+        failures = [failure for failure in map(_outcome, jobs[:1]) if failure is not None]
+        if not futures:
+            return failures
         _, late = wait(futures, timeout=max(ends_s - self.monotonic(), 0.0))
-        failures: list[Failure] = []
         running = []
         for future in late:
             if future.cancel():
@@ -159,12 +173,12 @@ def first(failures: Mapping[int, StoreError]) -> StoreError:
     return next(iter(failures.values()), Unavailable("no node answered"))
 
 
-def split(positions: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Runs of positions that one call moves: at most CALL_BYTES (or one block) and BATCH_BLOCKS_MAX blocks."""
+def split(positions: Sequence[int], sizes: Sequence[int], bytes_max: int = CALL_BYTES) -> list[list[int]]:
+    """Runs of positions that one call moves: at most ``bytes_max`` (or one block) and BATCH_BLOCKS_MAX blocks."""
     parts: list[list[int]] = []
     held_bytes = 0
     for at in positions:
-        full = not parts or len(parts[-1]) >= limits.BATCH_BLOCKS_MAX or held_bytes + sizes[at] > CALL_BYTES
+        full = not parts or len(parts[-1]) >= limits.BATCH_BLOCKS_MAX or held_bytes + sizes[at] > bytes_max
         if full:
             parts.append([])
             held_bytes = 0

@@ -211,7 +211,7 @@ class NodeLink:
         self._monotonic = monotonic
         self._same_host = same_host
         self._idle: dict[bool, list[Connection]] = {False: [], True: []}
-        self._connections = connections
+        self.connections = connections
         self._lock = threading.Lock()
         self._lanes = {bulk: threading.BoundedSemaphore(connections) for bulk in (False, True)}
         self._request_ids = itertools.count(1)
@@ -314,7 +314,7 @@ class NodeLink:
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
-            if not self._closed and len(self._idle[connection.bulk]) < self._connections:
+            if not self._closed and len(self._idle[connection.bulk]) < self.connections:
                 self._idle[connection.bulk].append(connection)
                 return
         connection.close()

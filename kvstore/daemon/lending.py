@@ -113,8 +113,7 @@ class Neighbour:
         The loan before it ends here; so does this one if there is nothing to read.
         """
         self._replace(loan, until_s)
-        lives = {(place.segment, place.generation) for place in loan.places if isinstance(place, Place)}
-        anew = len(lives | self._numbers.keys()) > limits.DESCRIPTORS_MAX
+        anew = self._would_be_full(loan.places)
         if anew:
             self._numbers.clear()
         fds: list[int] = []
@@ -125,6 +124,13 @@ class Neighbour:
         if not any(row.status == ExtentStatus.LENT for row in rows):
             self.release()
         return Extents(rows, anew), fds
+
+    def _would_be_full(self, places: Sequence[Lent]) -> bool:
+        """Whether the connection cannot hold these files beside those that it has."""
+        if len(self._numbers) + len(places) <= limits.DESCRIPTORS_MAX:
+            return False
+        lives = {(place.segment, place.generation) for place in places if isinstance(place, Place)}
+        return len(lives | self._numbers.keys()) > limits.DESCRIPTORS_MAX
 
     def _extent(self, place: Lent, digest: TokenDigest, wanted_bytes: int, fds: list[int]) -> Extent:
         """One block's row; a file that is new to the connection adds a descriptor."""

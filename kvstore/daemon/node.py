@@ -81,7 +81,8 @@ class NodeConfig:
 
     ``segment_bytes`` None: as the directory was made, or by the capacity. ``sweep_interval_s`` 0: no sweep in the
     background.
-    ``commit_window_s``: how long a group commit waits for company.
+    ``commit_window_s``: how long a group commit waits for company. ``background``: full segments are sealed beside the
+    writer.
     """
 
     directories: tuple[Path, ...]
@@ -91,6 +92,7 @@ class NodeConfig:
     state_ttl_s: float = STATE_TTL_S_DEFAULT
     commit_window_s: float = 0.0
     sweep_interval_s: float = 0.0
+    background: bool = False
 
 
 class Node:
@@ -163,6 +165,9 @@ class Node:
                 volume.close()
             raise
         node = cls(config, clock, shards, catalog, StatePool(config.state_pool_bytes, config.state_ttl_s, clock))
+        if config.background:
+            for shard in shards:
+                shard.seal_in_background()
         node._start_sweeper()
         return node
 

@@ -74,6 +74,7 @@ def _node_config(config: StoreConfig) -> NodeConfig:
         state_pool_bytes=config.state_pool_bytes,
         state_ttl_s=config.state_ttl_s,
         sweep_interval_s=config.sweep_every_s,
+        background=True,
     )
 
 

@@ -284,7 +284,7 @@ class Segment:
 
     def seal(self) -> None:
         """Close the segment to appends, durably, so that a scan may trust its end. Raises OSError."""
-        self.sync()
+        self.sync(if_dirty=not self.unsafe)
         body = _SEAL.pack(_SEAL_MAGIC, 0, self.header.generation, self.end)
         self.files.write(self.fd, [body + _CRC.pack(zlib.crc32(body))], _SEAL_OFFSET)
         self.sealed = True

@@ -46,6 +46,8 @@ class SegmentSet:
         self.may_grow = True
         """False after a file could not be created (a full file system): recycle instead, until the next sweep."""
         self.damaged = 0
+        self.seal_later: Callable[[Segment], bool] = lambda segment: False
+        """Takes a full segment to be sealed beside the writer, or says no."""
         self._begun = 0
 
     @classmethod
@@ -106,7 +108,7 @@ class SegmentSet:
         segment = self.segments[number]
         if segment.room_bytes >= record_bytes:
             return segment
-        self.retire(segment)
+        self._fill(segment)
         return None
 
     def begin(self, class_byte: int, day: int, now_s: int, *, spare: int) -> Segment | None:
@@ -124,10 +126,28 @@ class SegmentSet:
 
     def retire(self, segment: Segment) -> None:
         """No more appends: seal it. A segment that cannot even be sealed stays readable and is set aside."""
+        self._take_out(segment)
+        self._seal(segment)
+
+    def seal_if_still(self, segment: Segment, generation: int) -> None:
+        """Seal a segment that was filled in this life, unless that was done, or it has begun another since."""
+        if (
+            segment.header.generation == generation
+            and not segment.sealed
+            and segment.number not in self.opened.values()
+        ):
+            self._seal(segment)
+
+    def _fill(self, segment: Segment) -> None:
+        """No more appends, but the seal may come later."""
+        self._take_out(segment)
+        if segment.torn or not self.seal_later(segment):
+            self._seal(segment)
+
+    def _take_out(self, segment: Segment) -> None:
         key = (segment.header.class_byte, segment.header.day)
         if self.opened.get(key) == segment.number:
             del self.opened[key]
-        self._seal(segment)
 
     def release(self, segment: Segment, now_s: int) -> None:
         """Recycle: a new generation, then back to the free list. Raises OSError; the old content then stays valid."""
@@ -257,7 +277,7 @@ class SegmentSet:
         stale = [key for key in self.opened if key[0] == keep[0] and key[1] < keep[1]]
         longest = list(self.opened)[: max(0, len(self.opened) + 1 - self.open_max)]
         for key in dict.fromkeys([*stale, *longest]):
-            self.retire(self.segments[self.opened[key]])
+            self._fill(self.segments[self.opened[key]])
 
     def _seal(self, segment: Segment) -> bool:
         try:

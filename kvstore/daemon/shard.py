@@ -35,6 +35,8 @@ from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover
+from kvstore.daemon.sealing import Sealer
+from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
 from kvstore.daemon.volume import Volume, VolumeLayout
@@ -83,6 +85,7 @@ class Shard:
         self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
         self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, self._pin_until_s)
         self._commit = GroupCommit(self._flush, commit_window_s)
+        self._sealer = Sealer(self._seal)
 
     @classmethod
     def open(
@@ -130,6 +133,11 @@ class Shard:
             if index is not None:
                 index.close()
             raise
+
+    def seal_in_background(self) -> None:
+        """From now on a put does not wait until a full segment is on disk."""
+        self._sealer.start()
+        self._ledger.segments.seal_later = self._sealer.offer
 
     @property
     def volume(self) -> Volume:
@@ -470,6 +478,7 @@ class Shard:
 
     def close(self, *, sync: bool = True) -> None:
         """Wait for readers (bounded), make appended bytes durable, let go of everything. Idempotent."""
+        self._sealer.stop(drain=sync)
         end_s = time.monotonic() + CLOSE_S_MAX
         while sync and time.monotonic() < end_s and self._leases():
             time.sleep(0.005)
@@ -499,6 +508,14 @@ class Shard:
             yield
         finally:
             self._writer.release()
+
+    def _seal(self, segment: Segment, generation: int) -> None:
+        """Flush a full segment without any lock, then mark it in the writer's name."""
+        with contextlib.suppress(OSError):  # the segment remembers, and the seal tries again
+            segment.sync(if_dirty=True)
+        with self._writer:
+            if not self._ledger.index.closed:
+                self._ledger.segments.seal_if_still(segment, generation)
 
     def _flush(self) -> None:
         self._ledger.segments.flush()
