@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing, contextmanager
 
 from kvstore.client import StoreClient
 from kvstore.keys import BlockName
-from kvstore.limits import KEY_BYTES, MIB, TOKEN_DIGEST_BYTES
+from kvstore.limits import KEY_BYTES, KIB, MIB, TOKEN_DIGEST_BYTES
 from kvstore.store import Presence
 from ops.bench.baselines import Buffers
 from ops.bench.blocks import SPACE, names_of
 from ops.bench.echo import Echo
-from ops.bench.ground import SMALL_RECORD_BYTES, BenchFailed, Filled, Ground
+from ops.bench.ground import BenchFailed, Filled, Ground
 from ops.bench.loads import Loads
 from ops.bench.measure import Bar, Case, Contender, Elsewhere
 from ops.bench.peers import Peer
@@ -41,6 +41,8 @@ SMALL_LOOKUP_KEYS = 16
 LOOKUP_KEYS = (1024, 16_384)
 LOADS = 2
 """Client processes that read in bulk, or mix."""
+SMALL_CAPACITY_BYTES = 68 * KIB
+"""Capacity for each small block, though it takes a page: the index, a 64th of the capacity, has to hold its entry."""
 FILL_SHARE = 0.5
 """Of the time left, what storing many small blocks may take; then fewer have to do."""
 ABSENT_SEED = 1 << 40
@@ -50,7 +52,7 @@ ABSENT_SEED = 1 << 40
 def many_blocks(ground: Ground, ends_s: float) -> Iterator[tuple[Filled, list[list[BlockName]], int]]:
     """A store of many small blocks, the names of a few of its chains, and how many blocks it has."""
     wanted = ground.settings.blocks
-    capacity_bytes = max(SMALL_RECORD_BYTES * wanted, 64 * MIB)
+    capacity_bytes = max(SMALL_CAPACITY_BYTES * wanted, 64 * MIB)
     stop_s = time.monotonic() + FILL_SHARE * (ends_s - time.monotonic())
     with ground.store("many", capacity_bytes) as store:
         empty_bytes = store.process.memory_bytes()["anonymous"]
