@@ -195,7 +195,7 @@ def mixed_cases(ground: Ground) -> Generator[Case]:
     """Two client processes that read and write single blocks of 1 MiB, 90/10 and 50/50, over the Unix socket."""
     size, calls = MIB, ground.settings.mix_calls
     population = ground.settings.population(size)
-    capacity_bytes = max(2 * population * size + ground.settings.put_capacity_bytes, 64 * MIB)
+    capacity_bytes = max(2 * population * size + ground.settings.put_capacity_bytes, 400 * MIB)
     with ExitStack() as stack:
         store = stack.enter_context(ground.store("mixed", capacity_bytes))
         seed = next(ground.seeds)
