@@ -2,6 +2,7 @@
 #
 #   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=HOST:PORT] [CAPACITY=4GiB]
 #   make test [TESTS=tests/unit]     make lint     make clean
+#   make fuzz [SECONDS=300] [TARGETS="segment conversation"]
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -12,6 +13,8 @@ DATA ?= data
 LISTEN ?= 127.0.0.1:$(if $(ONCE),0,8000)
 CAPACITY ?= 4GiB
 TESTS ?= tests
+SECONDS ?= 300
+TARGETS ?= message header control conversation record segment index catalog
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint ops/constraints.txt
@@ -21,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 # The tests share the cores with the processes that they start: one thread each.
 test: export OMP_NUM_THREADS := 1
 
-.PHONY: help run test lint clean
+.PHONY: help run test fuzz lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +77,12 @@ test: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 $(TESTS)
+
+# Coverage-guided, one target after another; a finding stops it and prints the input in hex.
+fuzz: $(VENV)/installed-test
+	@for target in $(TARGETS); do \
+	    $(BIN)/python -m tests.fuzz.explore $$target --seconds $(SECONDS) --keep || exit; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

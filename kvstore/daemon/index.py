@@ -217,6 +217,8 @@ class Index:
                 return self._load()
             except _RocksError as error:
                 raise IndexDamaged(f"the index cannot be read: {error}") from error
+            except struct.error as error:
+                raise IndexDamaged(f"the index holds a value of another length: {error}") from error
 
     def write(self, batch: IndexBatch) -> None:
         """Apply a batch. Raises IndexRefused; nothing of it is then applied, nor of any other before a rewrite."""
@@ -346,9 +348,9 @@ class Index:
             if kind == _BLOCK and len(key) == 1 + KEY_BYTES and len(value) == ENTRY_BYTES:
                 keys.append(BlockKey(key[1:]))
                 values.append(value)
-            elif kind == _EXTENT:
+            elif kind == _EXTENT and len(key) == 5:
                 extents[int.from_bytes(key[1:], "big")] = Extent(*_EXTENT_VALUE.unpack(value))
-            elif kind == _TOMBSTONE:
+            elif kind == _TOMBSTONE and len(key) == 1 + KEY_BYTES:
                 tombstones[BlockKey(key[1:])] = Tombstone(*_TOMBSTONE_VALUE.unpack(value))
             elif kind != _META:
                 raise IndexDamaged("the index holds an entry of unknown form")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.daemon.index import ENTRY_DTYPE, Extent, IndexContent, Rows, Tombstone, entry_of
-from kvstore.daemon.record import Mark, MarkReason, RecordHeader
+from kvstore.daemon.record import RECORD_ALIGN, Mark, MarkReason, RecordHeader
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.keys import BlockKey
 from kvstore.store import FLAG_APPROXIMATE, Presence
@@ -87,7 +87,7 @@ def _adopt(
     now_s: int,
 ) -> None:
     """Scan what the index does not know of one segment."""
-    if extent is not None and extent.generation == segment.header.generation:
+    if extent is not None and extent.generation == segment.header.generation and _fits(extent, segment):
         begin = extent.end
         steps = segment.scan(begin, segment.end if segment.sealed else begin, payloads=not segment.sealed)
     else:
@@ -110,6 +110,11 @@ def _adopt(
     if not segment.sealed:
         segment.end = end
         _seal_before_leftovers(segment)
+
+
+def _fits(extent: Extent, segment: Segment) -> bool:
+    """Whether the index names an end that a segment's records can have."""
+    return not extent.end % RECORD_ALIGN and FIRST_RECORD <= extent.end <= segment.header.segment_bytes
 
 
 def _seal_before_leftovers(segment: Segment) -> None:

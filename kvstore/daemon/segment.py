@@ -35,7 +35,7 @@ from kvstore.daemon.record import (
     verify_payload,
 )
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
-from kvstore.limits import PAYLOAD_BYTES_MAX
+from kvstore.limits import PAYLOAD_BYTES_MAX, SEGMENT_BYTES_MAX
 from kvstore.store import Buffer
 
 SEGMENT_VERSION = 1
@@ -118,6 +118,8 @@ def decode_segment_header(page: Buffer) -> SegmentHeader:
         raise SegmentDamaged("the segment header's CRC differs")
     if version != SEGMENT_VERSION:
         raise SegmentDamaged(f"the segment has format version {version}, not {SEGMENT_VERSION}")
+    if not FIRST_RECORD < segment_bytes <= SEGMENT_BYTES_MAX:
+        raise SegmentDamaged(f"the segment says that it has {segment_bytes} bytes")
     return SegmentHeader(segment, generation, class_byte, day, created_s, segment_bytes)
 
 
@@ -216,6 +218,8 @@ class Segment:
             files.close(fd)
             raise
         seal = decode_seal(page, header.generation)
+        if seal is not None and (seal % RECORD_ALIGN or not FIRST_RECORD <= seal <= header.segment_bytes):
+            seal = None  # a scan finds where the records end
         return cls(files, path, fd, header, seal or FIRST_RECORD, sealed=seal is not None)
 
     @property

@@ -146,6 +146,18 @@ def test_a_seal_is_believed_only_in_its_generation(tmp_path: Path) -> None:
     assert not Segment.open(Files(), segment.path).sealed
 
 
+@pytest.mark.parametrize("end", [0, FIRST_RECORD + 1, MIB + 4096, 2**60])
+def test_a_seal_that_no_file_can_have_is_not_believed(tmp_path: Path, end: int) -> None:
+    """Its check is right and its end is not: the scan finds the records, and ends."""
+    segment = a_segment(tmp_path)
+    append(segment, 1)
+    segment.end = end
+    segment.seal()
+    found = Segment.open(Files(), segment.path)
+    assert not found.sealed
+    assert scanned(found, known_end=2**60) == [1]
+
+
 def test_a_hole_before_the_known_end_is_skipped_and_can_be_filled(tmp_path: Path) -> None:
     """Damage in the middle costs the damaged record only; a repair covers it, so that later scans need no known end."""
     segment = a_segment(tmp_path)

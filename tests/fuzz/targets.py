@@ -1,0 +1,39 @@
+"""The table of fuzzing targets, and the inputs that each begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fuzz import disk_targets, wire_targets
+
+CORPUS = Path(__file__).with_name("corpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``run`` takes any bytes; ``seeds`` gives examples of what is meant by them. ``input_bytes_max``: of one input."""
+
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+    input_bytes_max: int = 1024
+
+
+TARGETS: dict[str, Target] = {
+    "message": Target(wire_targets.message, wire_targets.message_seeds),
+    "header": Target(wire_targets.header, wire_targets.header_seeds, 256),
+    "control": Target(wire_targets.control_message, wire_targets.control_seeds),
+    "conversation": Target(wire_targets.conversation, wire_targets.conversation_seeds),
+    "record": Target(disk_targets.record, disk_targets.record_seeds, 320),
+    "segment": Target(disk_targets.segment, disk_targets.segment_seeds, 512),
+    "index": Target(disk_targets.index, disk_targets.index_seeds),
+    "catalog": Target(disk_targets.catalog, disk_targets.catalog_seeds, 2048),
+}
+
+
+def inputs_of(name: str) -> list[bytes]:
+    """Seeds, and what exploring found worth keeping: one input a line, in hex."""
+    path = CORPUS / f"{name}.txt"
+    kept = path.read_text().split() if path.exists() else []
+    return [*TARGETS[name].seeds(), *map(bytes.fromhex, kept)]
