@@ -11,19 +11,36 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.daemon.index import Extent, Index, IndexBatch, IndexRefused, Tombstone, place_in
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.daemon.index import Extent, Index, IndexBatch, IndexRefused, Rows, Tombstone, keys_in, place_in
 from kvstore.daemon.presence import PresenceMap
-from kvstore.daemon.record import Mark, MarkReason
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
+from kvstore.limits import KEY_BYTES
 from kvstore.store import Presence
 
 log = logging.getLogger(__name__)
 _PAGE = 1024
+_TAKEN_DTYPE = np.dtype(
+    [
+        ("found", "?"),
+        ("segment", "<u4"),
+        ("generation", "<u8"),
+        ("offset", "<u8"),
+        ("record_bytes", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("codec", "u1"),
+        ("flags", "u1"),
+    ]
+)
 
 
 class Place(NamedTuple):
@@ -37,6 +54,26 @@ class Place(NamedTuple):
     codec: int
     flags: int
     checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Where many blocks lie, as of the moment they were looked up: one element a key, in the order asked.
+
+    Columns are 0 where ``found`` is False. ``offset`` is that of the record: its header, then its payload. A reader
+    believes nothing but that header (key, space, token digest, generation, lengths, mark) and the checksum in it.
+    ``leases``: how often each segment was leased for this.
+    """
+
+    found: npt.NDArray[np.bool_]
+    segment: npt.NDArray[np.uint32]
+    generation: npt.NDArray[np.uint64]
+    offset: npt.NDArray[np.uint64]
+    record_bytes: npt.NDArray[np.uint32]
+    payload_bytes: npt.NDArray[np.uint32]
+    codec: npt.NDArray[np.uint8]
+    flags: npt.NDArray[np.uint8]
+    leases: dict[Segment, int]
 
 
 class Ledger:
@@ -76,7 +113,46 @@ class Ledger:
         with self.lock:
             place.segment.leases -= 1
 
-    def take_many(
+    def take_many(self, space_id: SpaceId, keys: bytes, token_digests: bytes, now_s: float) -> Taken:
+        """As ``take``, for many keys at once: ``keys`` are 32 bytes each, ``token_digests`` 16. Give it back whole."""
+        count = len(keys) // KEY_BYTES
+        columns = np.zeros(count, dtype=_TAKEN_DTYPE)
+        with self.lock:
+            presence = self.presence
+            slots = presence.slots(
+                [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)], count
+            )
+            served = presence.served(slots, space_id, np.frombuffer(token_digests, dtype="<u8").reshape(-1, 2), now_s)
+            rows = presence.rows[slots[served]]
+            leases: dict[Segment, int] = {}
+            known = np.ones(len(rows), dtype=bool)
+            for number in np.unique(rows["segment"]).tolist():
+                segment = self.segments.segments.get(number)
+                here = rows["segment"] == number
+                if segment is None:
+                    known &= ~here
+                    continue
+                here &= rows["generation"] == segment.header.generation
+                known &= here | (rows["segment"] != number)
+                leases[segment] = int(here.sum())
+                segment.leases += leases[segment]
+        rows, places = rows[known], served[known]
+        for name in ("segment", "generation", "offset", "payload_bytes", "codec", "flags"):
+            columns[name][places] = rows[name]
+        columns["record_bytes"][places] = (
+            (rows["stored_bytes"] + HEADER_BYTES + RECORD_ALIGN - 1) // RECORD_ALIGN * RECORD_ALIGN
+        )
+        columns["found"][places] = True
+        return Taken(**{name: columns[name] for name in _TAKEN_DTYPE.names or ()}, leases=leases)
+
+    def give_back_many(self, taken: Taken) -> None:
+        """End the leases of ``take_many``, once."""
+        with self.lock:
+            for segment, count in taken.leases.items():
+                segment.leases -= count
+            taken.leases.clear()
+
+    def take_each(
         self, space_id: SpaceId, keys: Sequence[BlockKey], token_digests: Sequence[TokenDigest], now_s: float
     ) -> list[tuple[Place, bool] | None]:
         """As ``take``, for many keys at once; with each place, whether its header was read since the start."""
@@ -93,7 +169,7 @@ class Ledger:
                 taken.append((found[0], bool(presence.checked[slot])))
         return taken
 
-    def give_back_many(self, places: Iterable[Place]) -> None:
+    def give_back_each(self, places: Iterable[Place]) -> None:
         with self.lock:
             for place in places:
                 place.segment.leases -= 1
@@ -129,13 +205,16 @@ class Ledger:
         here = (int(row["segment"]), int(row["generation"]), int(row["offset"]))
         return here == (place.segment.number, place.generation, place.offset)
 
-    def store(
-        self, entries: Sequence[tuple[BlockKey, bytes]], segments: Iterable[Segment], pins_s: Mapping[BlockKey, int]
-    ) -> None:
-        """Add or replace rows whose records are written. Raises IndexRefused; nothing has changed then."""
+    def store(self, rows: Rows, segments: Iterable[Segment], pins_s: Mapping[BlockKey, int]) -> None:
+        """Add or replace rows (of ``ENTRY_DTYPE``, no key twice) whose records are written: one index batch.
+
+        Raises IndexRefused; nothing has changed then.
+        """
+        keys = keys_in(rows)
         with self.lock:
-            added = sum(self.presence.slot(key) < 0 for key, _ in entries)
-            forgotten = {key: None for key, _ in entries if self.presence.tombstone(key)}
+            added = sum(self.presence.slot(key) < 0 for key in keys)
+            forgotten = {key: None for key in keys if self.presence.tombstone(key)}
+            entries = [(key, row.tobytes()) for key, row in zip(keys, rows, strict=True)]
             batch = IndexBatch(
                 entries=entries,
                 extents={segment.number: Extent(segment.header.generation, segment.end) for segment in segments},

@@ -223,6 +223,14 @@ class PresenceMap:
                 answer[place] = tombstone.reason if tombstone else Presence.NEVER
         return answer
 
+    def served(self, slots: Slots, space_id: SpaceId, digests: npt.NDArray[np.uint64], now_s: float) -> Slots:
+        """Positions of the slots (-1: none) that hold a living row of this space and the token digest asked for."""
+        found = np.flatnonzero(slots >= 0)
+        rows = self.rows[slots[found]]
+        same = (rows["space"] == space_words(space_id)).all(axis=1) & (rows["digest"] == digests[found]).all(axis=1)
+        places: Slots = found[same & (self.until_s(slots[found]) > now_s)]
+        return places
+
     def in_segment(self, segment: int) -> Slots:
         return np.flatnonzero(self.used & (self.rows["segment"] == segment))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvstore.daemon.index import IndexRefused, blocks_max, entry_of
+from kvstore.daemon.index import IndexRefused, blocks_max, entries_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, Slots
 from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
@@ -330,17 +330,17 @@ class Reclaimer:
             for target in targets:
                 target.sync()
             with self._ledger.lock:
-                entries: list[tuple[BlockKey, bytes]] = []
+                fresh_headers: list[RecordHeader] = []
                 pins_s: dict[BlockKey, int] = {}
                 for key, place, fresh, target in copies:
                     if not self._ledger.is_at(key, place):
                         target.mark(fresh.offset, dead)
                         continue
                     self._ledger.mark(place, dead)
-                    entries.append((key, entry_of(fresh)))
+                    fresh_headers.append(fresh)
                     pins_s[key] = int(presence.pin_until_s[presence.slot(key)])
-                self._ledger.store(entries, targets, pins_s)
-                self._ledger.counters.blocks_rewritten += len(entries)
+                self._ledger.store(entries_of(fresh_headers), targets, pins_s)
+                self._ledger.counters.blocks_rewritten += len(fresh_headers)
         except (OSError, IndexRefused) as error:
             self._ledger.counters.write_errors += 1
             log.error("blocks_not_moved problem=%r", error)

@@ -236,7 +236,7 @@ class Shard:
         A header is read once after a start (the index may have lost a removal); from then on the ledger knows. If it is
         bad, or the block moves meanwhile, whoever asks by ``open_payload`` learns what has become of it.
         """
-        taken = self._ledger.take_many(space_id, keys_of(names), token_digests_of(names), now_s)
+        taken = self._ledger.take_each(space_id, keys_of(names), token_digests_of(names), now_s)
         lent: list[Lent] = [ExtentStatus.MISS if found is None else found[0] for found in taken]
         for at, found in enumerate(taken):
             if found is not None and not found[1] and not self._is_good(space_id, names[at], found[0]):
@@ -248,7 +248,7 @@ class Shard:
         return lent
 
     def give_back(self, places: Sequence[Place]) -> None:
-        self._ledger.give_back_many(places)
+        self._ledger.give_back_each(places)
 
     def _is_good(self, space_id: SpaceId, name: BlockName, place: Place) -> bool:
         """Whether a taken record's header is that of the block; if not, the place is given back."""

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.daemon.index import IndexRefused, entry_of
+from kvstore.daemon.index import IndexRefused, entries_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.reclaimer import DAY_S, Reclaimer
 from kvstore.daemon.record import (
@@ -227,7 +227,7 @@ class Writer:
             with self._ledger.lock:
                 for key in replaced:
                     self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, now_s))
-                self._ledger.store([(header.key, entry_of(header)) for _, header in good], [segment], pins_s)
+                self._ledger.store(entries_of(header for _, header in good), [segment], pins_s)
         except (IndexRefused, OSError) as error:
             self._ledger.counters.write_errors += 1
             log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
