@@ -81,6 +81,10 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
         state_pool: Annotated[str | None, typer.Option(help="Memory for states. [default: 512MiB]")] = None,
         state_ttl: Annotated[str | None, typer.Option(help="How long a state lives. [default: 10m]")] = None,
         sweep_every: Annotated[str | None, typer.Option(help="Pause between sweeps. [default: 5m]")] = None,
+        scrub_rate: Annotated[
+            str | None,
+            typer.Option(help="How fast stored blocks are verified in the background; 0: not. [default: 20MiB/s]"),
+        ] = None,
         drain: Annotated[
             str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
         ] = None,
@@ -103,6 +107,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "state_pool": state_pool,
             "state_ttl": state_ttl,
             "sweep_every": sweep_every,
+            "scrub_rate": scrub_rate,
             "drain": drain,
             "same_host": same_host,
         }

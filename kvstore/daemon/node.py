@@ -32,6 +32,7 @@ from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
 from kvstore.daemon.presence import FOREVER_S, digest_words
 from kvstore.daemon.record import checksum_of
+from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.tallies import merge_effects
@@ -93,6 +94,8 @@ class NodeConfig:
     commit_window_s: float = 0.0
     sweep_interval_s: float = 0.0
     background: bool = False
+    scrub_bytes_per_s: int = 0
+    """Of each directory; 0: nothing is verified in the background."""
 
 
 class Node:
@@ -109,6 +112,7 @@ class Node:
         self._catalog_lock = threading.Lock()
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
+        self._scrubbers: list[Scrubber] = []
         self._started_s = time.monotonic()
 
     @classmethod
@@ -169,6 +173,7 @@ class Node:
             for shard in shards:
                 shard.seal_in_background()
         node._start_sweeper()
+        node._start_scrubbers()
         return node
 
     # --- data plane ---------------------------------------------------------------------------------------------------
@@ -466,6 +471,7 @@ class Node:
             "spaces": len(content.spaces),
             "pins": len(content.pins),
             "policy_version": content.policy.version,
+            **merge_progress([scrubber.stats() for scrubber in self._scrubbers]),
             "unknown_classes": len(unknown),
             "shards": len(self._shards),
             "uptime_s": time.monotonic() - self._started_s,
@@ -492,6 +498,8 @@ class Node:
         self._closed.set()
         if self._sweeper is not None:
             self._sweeper.join(timeout=10.0)
+        for scrubber in self._scrubbers:
+            scrubber.stop(save=sync)
         for shard in self._shards:
             shard.close(sync=sync)
 
@@ -586,6 +594,13 @@ class Node:
         if self._config.sweep_interval_s > 0:
             self._sweeper = threading.Thread(target=self._sweep_for_ever, name="sweep", daemon=True)
             self._sweeper.start()
+
+    def _start_scrubbers(self) -> None:
+        if self._config.scrub_bytes_per_s > 0:
+            rate = self._config.scrub_bytes_per_s
+            self._scrubbers = [shard.scrubber(rate, self._clock) for shard in self._shards]
+            for scrubber in self._scrubbers:
+                scrubber.start()
 
     def _sweep_for_ever(self) -> None:
         while not self._closed.wait(self._config.sweep_interval_s):

@@ -75,6 +75,7 @@ def _node_config(config: StoreConfig) -> NodeConfig:
         state_ttl_s=config.state_ttl_s,
         sweep_interval_s=config.sweep_every_s,
         background=True,
+        scrub_bytes_per_s=config.scrub_bytes_per_s,
     )
 
 

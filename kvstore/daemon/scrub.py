@@ -1,8 +1,7 @@
-"""One verification pass over a segment: every record's header, mark, payload and, if compressed, its decompressed
-length.
+"""Verification of whole records: header, mark, payload and, if compressed, its decompressed length.
 
-Owns the judgement of one record as a whole. Does not know the index or repair; ``fsck`` compares and repairs. Reading
-is sequential and bounded by the largest payload in memory.
+Owns the judgement of one record, and a pass over a segment. Does not know the index or repair: ``fsck`` compares and
+repairs, ``scrubber`` does it in the background. Reading is sequential and bounded by the largest payload in memory.
 """
 
 from __future__ import annotations
@@ -11,8 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.daemon.codec import Codec, decompress
-from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordHeader
-from kvstore.daemon.segment import FREE, Segment
+from kvstore.daemon.record import (
+    HEADER_BYTES,
+    Mark,
+    MarkReason,
+    RecordDamaged,
+    RecordDead,
+    RecordHeader,
+    decode_header,
+    decode_mark,
+    verify_payload,
+)
+from kvstore.daemon.segment import FREE, Segment, SegmentHeader
+from kvstore.keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +62,19 @@ def _codec_problem(segment: Segment, header: RecordHeader) -> str:
     except (RecordDamaged, OSError) as error:
         return str(error)
     return ""
+
+
+def verify_record(data: memoryview, segment: SegmentHeader, offset: int, key: BlockKey) -> None:
+    """Raise RecordDamaged unless this is the whole living record of a key at its place; RecordDead if it is marked."""
+    header = decode_header(data[:HEADER_BYTES], segment=segment.segment, generation=segment.generation, offset=offset)
+    if header.key != key:
+        raise RecordDamaged("the record holds another block than the index says")
+    mark = decode_mark(data[:HEADER_BYTES])
+    if mark is not None:
+        raise RecordDead(mark)
+    stored = data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    verify_payload(header, stored)
+    if header.codec != Codec.NONE:
+        decompress(header.codec, stored, header.payload_bytes)
+    elif header.stored_bytes != header.payload_bytes:
+        raise RecordDamaged("the lengths of an uncompressed payload differ")

@@ -35,17 +35,18 @@ from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover
+from kvstore.daemon.scrubber import Scrubber
 from kvstore.daemon.sealing import Sealer
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
-from kvstore.daemon.volume import Volume, VolumeLayout
+from kvstore.daemon.volume import SCRUB_NAME, Volume, VolumeLayout
 from kvstore.daemon.writer import Incoming, Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import TOMBSTONES_MAX
 from kvstore.sharing import ExtentStatus
-from kvstore.store import AckLevel, BlockInfo, ClassEffect, GetStatus, Presence, PutOutcome, Sighting
+from kvstore.store import AckLevel, BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
 from kvstore.wire import keys_of, token_digests_of
@@ -138,6 +139,11 @@ class Shard:
         """From now on a put does not wait until a full segment is on disk."""
         self._sealer.start()
         self._ledger.segments.seal_later = self._sealer.offer
+
+    def scrubber(self, bytes_per_s: int, clock: Clock) -> Scrubber:
+        """A background scrub of this shard, yet to be started."""
+        path = self._parts.volume.path / SCRUB_NAME
+        return Scrubber(self._ledger, self._failed_read, path, bytes_per_s, clock)
 
     @property
     def volume(self) -> Volume:

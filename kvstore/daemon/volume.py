@@ -32,7 +32,7 @@ from kvstore.units import format_bytes, format_bytes_short
 
 VOLUME_VERSION = 1
 LOCK_NAME, FORMAT_NAME, CATALOG_NAME = "LOCK", "FORMAT", "catalog.json"
-SEGMENTS_NAME, INDEX_NAME = "segments", "index"
+SEGMENTS_NAME, INDEX_NAME, SCRUB_NAME = "segments", "index", "scrub.json"
 SEGMENTS_MIN = 3
 """One to write, one to evict, one spare for moving blocks."""
 _KIND = "reprise-kv volume"

@@ -14,7 +14,7 @@ from tests.fuzz.targets import CORPUS, TARGETS, inputs_of
 
 ROOT = Path(__file__).parents[2]
 RUNS = 20_000
-SECONDS_MAX = 2
+SECONDS_MAX = 1
 CORPUS_BYTES_MAX = 64 * 1024
 
 
