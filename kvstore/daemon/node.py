@@ -26,6 +26,7 @@ import xxhash
 
 from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_class, check_count, check_flags, check_pins, check_put, check_rules
+from kvstore.daemon.clock import BoundedClock, ClockWatch
 from kvstore.daemon.codec import compress
 from kvstore.daemon.files import Files
 from kvstore.daemon.leases import PayloadLease
@@ -105,7 +106,8 @@ class Node:
         self, config: NodeConfig, clock: Clock, shards: Sequence[Shard], catalog: Catalog, states: StatePool
     ) -> None:
         self._config = config
-        self._clock = clock
+        self._clock = BoundedClock(clock)
+        self._clock_watch = ClockWatch(self._clock)
         self._shards = tuple(shards)
         self._catalog = catalog
         self._states = states
@@ -158,7 +160,7 @@ class Node:
                         in_force.rules,
                         pins,
                         new_generation=new_generation,
-                        now_s=int(clock.now_s()),
+                        now_s=int(BoundedClock(clock).now_s()),
                         commit_window_s=config.commit_window_s,
                     )
                 )
@@ -474,6 +476,7 @@ class Node:
             **merge_progress([scrubber.stats() for scrubber in self._scrubbers]),
             "unknown_classes": len(unknown),
             "shards": len(self._shards),
+            "clock_jumps": self._clock_watch.jumps,
             "uptime_s": time.monotonic() - self._started_s,
             "class_blocks": _by_class(effects, rules, lambda effect: effect.blocks),
             "class_bytes": _by_class(effects, rules, lambda effect: effect.payload_bytes),
@@ -604,6 +607,9 @@ class Node:
 
     def _sweep_for_ever(self) -> None:
         while not self._closed.wait(self._config.sweep_interval_s):
+            if not self._clock_watch.is_believed():
+                log.warning("sweep_left_out jumps=%d: the clock was set", self._clock_watch.jumps)
+                continue
             try:
                 self.sweep(apply=True)
             except Unavailable:
