@@ -54,6 +54,8 @@ from kvstore.traffic import ClassRules, TrafficClass
 T = TypeVar("T")
 
 THREADS_MAX = 64
+GET_ATTEMPTS = 3
+"""A block that moves under its reader is asked for again: by chance twice, hardly thrice."""
 REPORT_S = 1.0
 """How long reporting a corrupt block may take, beyond its get."""
 
@@ -188,22 +190,27 @@ class StoreClient:
         """One get from one node; corrupt blocks are reported to it afterwards.
 
         Bytes in a socket are still pages of the file: a segment that is recycled before they are read changes them on
-        their way. So a block that its node finds gone, or good, is a miss.
+        their way. So a block that its node finds gone, or good where it is now, is asked for again; then it is a miss.
         """
         call = Call(wire.Opcode.GET, b"", bulk=True)
-        try:
-            count = self._fleet.converse(node, call, ends_s, lambda hold: transfer.get(hold, space_id, scatter))
-            self._count("blocks_got_local", count)
-        except DeadlineExceeded:
-            scatter.settle(GetStatus.DEADLINE)
-            raise
-        except (StoreError, ValueError):
-            scatter.settle(GetStatus.UNREACHABLE)
-            raise
-        scatter.settle()
-        for at, status in enumerate(scatter.statuses):
-            if status == GetStatus.CORRUPT and not self._report_corrupt(node, space_id, scatter.names[at]):
+        for _ in range(GET_ATTEMPTS):
+            try:
+                count = self._fleet.converse(node, call, ends_s, lambda hold: transfer.get(hold, space_id, scatter))
+                self._count("blocks_got_local", count)
+            except DeadlineExceeded:
+                scatter.settle(GetStatus.DEADLINE)
+                raise
+            except (StoreError, ValueError):
+                scatter.settle(GetStatus.UNREACHABLE)
+                raise
+            corrupt = [at for at in scatter.asked if scatter.statuses[at] == GetStatus.CORRUPT]
+            overtaken = [at for at in corrupt if not self._report_corrupt(node, space_id, scatter.names[at])]
+            if not overtaken:
+                break
+            for at in overtaken:
                 scatter.statuses[at] = GetStatus.MISS
+            scatter.ask(overtaken)
+        scatter.settle()
 
     def _report_corrupt(self, node: int, space_id: SpaceId, name: BlockName) -> bool:
         """Tell the node, which looks for itself; False if it found no bad block. It is no fault of the reader if that

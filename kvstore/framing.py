@@ -145,22 +145,26 @@ class Channel:
         except BlockingIOError as error:
             raise DeadlineExceeded("the connection was not accepted before the deadline") from error
 
-    def send(self, head: bytes, payloads: Sequence[bytes | bytearray | memoryview] = ()) -> None:
-        """A frame's header and body, and its payload gathered from the buffers, in order."""
+    def send(self, head: bytes, payloads: Sequence[bytes | bytearray | memoryview] = (), *, more: bool = False) -> None:
+        """A frame's header and body, and its payload gathered from the buffers, in order.
+
+        ``more``: what follows at once may travel with it, so that the peer is not woken for the header alone.
+        """
+        flags = socket.MSG_MORE if more else 0
         waiting = [memoryview(head), *(memoryview(payload).cast("B") for payload in payloads)]
         first = 0
         while first < len(waiting):
-            sent = self._send_some(waiting[first : first + BUFFERS_PER_SEND])
+            sent = self._send_some(waiting[first : first + BUFFERS_PER_SEND], flags)
             while first < len(waiting) and sent >= len(waiting[first]):
                 sent -= len(waiting[first])
                 first += 1
             if sent:
                 waiting[first] = waiting[first][sent:]
 
-    def _send_some(self, buffers: list[memoryview]) -> int:
+    def _send_some(self, buffers: list[memoryview], flags: int = 0) -> int:
         self._arm(socket.SO_SNDTIMEO)
         try:
-            return self._sock.sendmsg(buffers)
+            return self._sock.sendmsg(buffers, (), flags)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -272,6 +276,20 @@ class Channel:
                 raise Unavailable("the peer closed the connection in the middle of a frame")
             at += got
 
+    def receive_parts(self, parts: list[memoryview]) -> None:
+        """Fill all of the views from the peer, one after another; there are at most 1024."""
+        while parts:
+            self._arm(socket.SO_RCVTIMEO)
+            try:
+                got = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise Unavailable(f"the connection broke while receiving: {error.strerror or error}") from error
+            if got == 0:
+                raise Unavailable("the peer closed the connection in the middle of a frame")
+            parts = _advance(parts, got)
+
     def discard(self, count: int, scratch: memoryview) -> None:
         """Read and forget payload bytes, so that the connection stays usable."""
         while count:
@@ -325,6 +343,15 @@ class Channel:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.close()
+
+
+def _advance(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after ``count`` bytes of them."""
+    first = 0
+    while first < len(parts) and count >= len(parts[first]):
+        count -= len(parts[first])
+        first += 1
+    return [parts[first][count:], *parts[first + 1 :]] if count else parts[first:]
 
 
 def close_all(fds: Sequence[int | None]) -> None:

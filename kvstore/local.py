@@ -13,96 +13,50 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import limits
 from kvstore.errors import ProtocolError
+from kvstore.extents import Plan
 from kvstore.framing import close_all
 from kvstore.receive import Scatter
-from kvstore.sharing import Extent
+from kvstore.record import HEADER_BYTES
 
-RUN_BYTES_MAX = 1 * limits.MIB
-"""Bytes of one read: its checksums are then taken while it is in the processor's cache."""
-GAP_BYTES_MAX = 8 * limits.KIB
-"""Padding and header between two records; what lies further apart is read by itself."""
 PART_BYTES = 4 * limits.MIB
 PARTS = 2
 """While the daemon writes what is in one part of the arena, the client fills the next; together they stay in cache."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """An arena keeps its size: a daemon that maps it cannot be made to read beyond its end."""
 
-_GAP = bytearray(GAP_BYTES_MAX)
-"""Where the bytes between two records go; nobody reads it."""
-
 
 # --- segments -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Run:
-    """Payloads that lie one after another in one file. ``gaps``: bytes to skip before each payload but the first."""
-
-    descriptor: int
-    offset: int
-    end: int
-    positions: list[int] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=list)
-
-    def takes(self, descriptor: int, offset: int, end: int) -> bool:
-        near = descriptor == self.descriptor and 0 <= offset - self.end <= GAP_BYTES_MAX
-        return near and end - self.offset <= RUN_BYTES_MAX
-
-
-def plan_runs(rows: Sequence[Extent], lent: Sequence[int]) -> list[Run]:
-    """The rows at ``lent`` in order of place, in as few reads as may be."""
-    runs: list[Run] = []
-    for at in sorted(lent, key=lambda at: (rows[at].descriptor, rows[at].offset)):
-        row = rows[at]
-        end = row.offset + row.payload_bytes
-        if runs and runs[-1].takes(row.descriptor, row.offset, end):
-            run = runs[-1]
-            run.gaps.append(row.offset - run.end)
-            run.positions.append(at)
-            run.end = end
-        else:
-            runs.append(Run(row.descriptor, row.offset, end, [at]))
-    return runs
-
-
 def read_extents(
-    rows: Sequence[Extent],
-    lent: Sequence[int],
+    plan: Plan,
     fds: Sequence[int | None],
     scatter: Scatter,
     usable: Callable[[], bool],
 ) -> None:
-    """Read the payloads at ``lent`` into their buffers and verify them; what fails stays asked for.
+    """Read the records of a plan into the scatter's buffers; what could not be read stays begun.
 
     ``usable`` is asked after every read: once it says no, the lease has ended and nothing more is believed.
     """
-    for run in plan_runs(rows, lent):
-        if not _read_run(run, fds[run.descriptor], scatter):
-            continue
-        good = [at for at in run.positions if scatter.is_whole(at, rows[at].checksum)]
-        if not usable():
-            return
-        scatter.accept(good)
+    for begin, end in plan.steps(across_runs=False):
+        fd = fds[plan.files[begin]]
+        if fd is not None and _read(fd, scatter.parts(plan, begin, end, gap_first=False), plan, begin, end):
+            if not usable():
+                return
+            scatter.finish(plan, begin, end)
 
 
-def _read_run(run: Run, fd: int | None, scatter: Scatter) -> bool:
-    """Whether the file gave all of a run."""
-    if fd is None:
-        return False
-    parts = [scatter.begin(run.positions[0])]
-    for at, gap in zip(run.positions[1:], run.gaps, strict=True):
-        if gap:
-            parts.append(memoryview(_GAP)[:gap])
-        parts.append(scatter.begin(at))
+def _read(fd: int, parts: Sequence[memoryview], plan: Plan, begin: int, end: int) -> bool:
+    """Whether the file gave all of a step."""
+    wanted = plan.offsets[end - 1] + HEADER_BYTES + plan.sizes[end - 1] - plan.offsets[begin]
     try:
-        return os.preadv(fd, parts, run.offset) == run.end - run.offset
+        return os.preadv(fd, parts, plan.offsets[begin]) == wanted
     except OSError:
         return False
 

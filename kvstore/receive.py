@@ -6,73 +6,130 @@ before its length was checked; a buffer of the caller is either filled with veri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from kvstore import limits, wire
+from kvstore import extents, limits, record, wire
 from kvstore.errors import ProtocolError
+from kvstore.extents import ExtentStatus, Plan, Rows
 from kvstore.framing import Channel
-from kvstore.keys import BlockName
+from kvstore.keys import BlockName, SpaceId
+from kvstore.record import HEADER_BYTES
 from kvstore.store import GetStatus, Lookup, PutOutcome
+
+_GAP = memoryview(bytearray(extents.GAP_BYTES_MAX))
+"""Where the bytes between two records go; nobody reads it."""
 
 
 class Scatter:
     """The blocks of one get: where their bytes go and how each ended. A new attempt may start over at any time.
 
     ``asked``: positions that the next request asks for. ``statuses`` begins with DEADLINE: what no answer has covered.
+    Blocks are read step by step (``parts``, ``finished``) and believed all at once (``believe``).
     """
 
     def __init__(self, names: Sequence[BlockName], views: Sequence[memoryview]) -> None:
         self.names = names
         self.views = views
+        self.sizes = [len(view) for view in views]
         self.statuses = [GetStatus.DEADLINE] * len(names)
-        self.asked = list(range(len(names)))
+        self.asked: Sequence[int] = range(len(names))
         self._begun: set[int] = set()
+        self._headers = bytearray(HEADER_BYTES * len(names))
+        self._header_view = memoryview(self._headers)
+        self._finished: list[int] = []
+        self._checksums: list[int] = []
 
-    def restart(self) -> None:
-        """Ask for every block (again)."""
-        self.asked = list(range(len(self.names)))
+    def ask(self, positions: Sequence[int] | None = None) -> None:
+        """The next request asks for these blocks, by default all, whatever has become of them."""
+        self.asked = range(len(self.names)) if positions is None else positions
 
-    def wanted(self) -> tuple[list[BlockName], list[int]]:
-        """Names and lengths of the blocks asked for."""
-        return [self.names[at] for at in self.asked], [len(self.views[at]) for at in self.asked]
+    def request(self, space_id: SpaceId) -> bytes:
+        """The body that asks for what is asked."""
+        if len(self.asked) == len(self.names):
+            return wire.encode_get(space_id, self.names, self.sizes)
+        return wire.encode_get(space_id, [self.names[at] for at in self.asked], [self.sizes[at] for at in self.asked])
 
-    def take(self, channel: Channel, header: wire.Header, body: bytes) -> None:
-        """Receive the answer to what is asked into the views, verifying each block while it is hot."""
-        rows = wire.decode_get_reply(body)
-        _check_rows(rows, *self.wanted(), header)
-        for at, row in zip(self.asked, rows, strict=True):
-            if row.status != GetStatus.OK:
-                self.statuses[at] = row.status
-                continue
-            channel.receive_into(self.begin(at))
-            if self.is_whole(at, row.checksum):
-                self.accept([at])
-            else:
-                self.statuses[at] = GetStatus.CORRUPT
+    def take(self, channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId) -> None:
+        """Receive the answer to what is asked into the views, verifying each payload while it is hot."""
+        rows, _ = extents.decode_rows(body, "GET reply")
+        lent = self.settle_rows(rows)
+        if ExtentStatus.ASK in rows["status"]:
+            raise ProtocolError("a node answered GET with a block to be asked for")
+        plan = extents.plan(rows, lent, [self.sizes[at] for at in self.asked])
+        if plan.total_bytes != header.payload_bytes:
+            raise ProtocolError("a node's answer does not account for its payload")
+        try:
+            for step in plan.steps(across_runs=True) if plan.order else ():
+                channel.receive_parts(self.parts(plan, *step, gap_first=True))
+                self.finish(plan, *step)
+        finally:
+            self.believe(space_id, plan, rows)
+        for at in lent.tolist():
+            if not self.is_accepted(self.asked[at]):
+                self.statuses[self.asked[at]] = GetStatus.CORRUPT
 
-    def begin(self, at: int) -> memoryview:
-        """A view that is about to be written to; until it is accepted its content counts for nothing."""
-        self._begun.add(at)
-        return self.views[at]
+    def settle_rows(self, rows: Rows) -> npt.NDArray[np.intp]:
+        """Take over how blocks ended that an answer does not bring; returns the rows that it lends.
 
-    def is_whole(self, at: int, checksum: int) -> bool:
-        return xxhash.xxh3_64_intdigest(self.views[at]) == checksum
+        Raises ProtocolError for another number of rows than blocks asked.
+        """
+        if len(rows) != len(self.asked):
+            raise ProtocolError("a node answered another number of blocks than asked")
+        statuses = rows["status"]
+        lent = np.flatnonzero(statuses == ExtentStatus.LENT)
+        if len(lent) < len(rows):
+            for row in np.flatnonzero((statuses != ExtentStatus.LENT) & (statuses != ExtentStatus.ASK)).tolist():
+                self.statuses[self.asked[row]] = GetStatus(int(statuses[row]))
+        return lent
 
-    def accept(self, positions: Sequence[int]) -> None:
-        """What is in these views was verified."""
-        for at in positions:
-            self.statuses[at] = GetStatus.OK
-        self._begun.difference_update(positions)
+    def parts(self, plan: Plan, begin: int, end: int, *, gap_first: bool) -> list[memoryview]:
+        """Where the bytes of a step go, in order; until they are believed their content counts for nothing."""
+        parts: list[memoryview] = []
+        asked, views, headers = self.asked, self.views, self._header_view
+        for row, gap in zip(plan.order[begin:end], plan.gaps[begin:end], strict=True):
+            if gap and (gap_first or parts):
+                parts.append(_GAP[:gap])
+            at = asked[row]
+            self._begun.add(at)
+            parts.append(headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
+            parts.append(views[at])
+        return parts
 
-    def settle_asked(self, statuses: Mapping[int, GetStatus]) -> None:
-        """Some blocks ended otherwise: what is neither among them nor accepted stays asked for."""
-        for at, status in statuses.items():
-            self.statuses[at] = status
-        self.asked = [at for at in self.asked if at not in statuses and not self._is_accepted(at)]
+    def finish(self, plan: Plan, begin: int, end: int) -> None:
+        """All of a step's bytes have come: take the checksums while the payloads are in the processor's cache."""
+        for row in plan.order[begin:end]:
+            self._checksums.append(xxhash.xxh3_64_intdigest(self.views[self.asked[row]]))
+            self._finished.append(row)
 
-    def _is_accepted(self, at: int) -> bool:
+    def believe(self, space_id: SpaceId, plan: Plan, rows: Rows) -> int:
+        """Verify what was finished: header and payload of each record; returns how many are accepted."""
+        finished, self._finished = self._finished, []
+        checksums, self._checksums = self._checksums, []
+        if not finished:
+            return 0
+        at = [self.asked[row] for row in finished]
+        names = [self.names[each] for each in at]
+        wanted = record.expected_headers(
+            space_id,
+            b"".join([name.key for name in names]),
+            b"".join([name.token_digest for name in names]),
+            np.array([self.sizes[each] for each in at], np.int64),
+            rows[finished],
+        )
+        view = self._header_view
+        headers = b"".join([view[each * HEADER_BYTES : (each + 1) * HEADER_BYTES] for each in at])
+        good = record.whole_headers(headers, wanted, checksums).tolist()
+        for each, is_good in zip(at, good, strict=True):
+            if is_good:
+                self.statuses[each] = GetStatus.OK
+                self._begun.discard(each)
+        return sum(good)
+
+    def is_accepted(self, at: int) -> bool:
         return self.statuses[at] == GetStatus.OK and at not in self._begun
 
     def settle(self, failed: GetStatus | None = None) -> None:
@@ -129,21 +186,3 @@ def take_json(channel: Channel, header: wire.Header, body: bytes) -> bytes:
 def _no_payload(header: wire.Header) -> None:
     if header.payload_bytes:
         raise ProtocolError("a node sent payload that was not asked for")
-
-
-def _check_rows(
-    rows: Sequence[wire.GetRow], names: Sequence[BlockName], sizes: Sequence[int], header: wire.Header
-) -> None:
-    """Raises ProtocolError unless the rows are about the asked blocks, in order, and account for the whole payload."""
-    if len(rows) != len(names):
-        raise ProtocolError("a node answered another number of blocks than asked")
-    payload_bytes = 0
-    for row, name, size in zip(rows, names, sizes, strict=True):
-        if row.key != name.key:
-            raise ProtocolError("a node answered with a block of another key")
-        if row.status == GetStatus.OK:
-            if row.token_digest != name.token_digest or row.payload_bytes != size:
-                raise ProtocolError("a node answered with a block of another token digest or length")
-            payload_bytes += row.payload_bytes
-    if payload_bytes != header.payload_bytes:
-        raise ProtocolError("a node's answer does not account for its payload")

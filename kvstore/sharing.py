@@ -2,38 +2,21 @@
 
 Owns the bytes by which a client and a daemon on one host share memory (``kvstore/FORMAT.md`` shows the tables). Does
 not know memory itself: descriptors travel beside the payload bytes of a frame. Invariants: those of ``wire``; a get
-asks for extents with the body of GET, and a put through an arena carries the body of PUT.
+asks for extents with the body of GET and is answered by the rows of ``extents``; a put through an arena carries the
+body of PUT.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
 
 from kvstore import limits, wire
 from kvstore.errors import ProtocolError
 
 _SHARE = struct.Struct("<Q")
 _SHARED = struct.Struct("<BxxxI")
-_EXTENTS = struct.Struct("<IBxxx")
-_EXTENT = struct.Struct("<QQ16sIIBB6x")
 _PUT_LOCAL = struct.Struct("<Q")
-
-
-class ExtentStatus(IntEnum):
-    """What an answer says of one block. MISS and WRONG_SIZE are those of ``GetStatus``."""
-
-    LENT = 0
-    MISS = 1
-    WRONG_SIZE = 4
-    ASK = 6
-    """It cannot be read from the file as it is: ask for it by GET."""
-
-
-_STATUSES = frozenset(ExtentStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +25,6 @@ class Shared:
 
     granted: bool
     lease_s: float
-
-
-class Extent(NamedTuple):
-    """One block of an EXTENTS answer. ``offset``: of the payload in the file that ``descriptor`` numbers."""
-
-    offset: int
-    checksum: int
-    token_digest: bytes
-    payload_bytes: int
-    descriptor: int
-    status: int
-    flags: int
-
-    @classmethod
-    def none(cls, status: ExtentStatus) -> Extent:
-        return cls(0, 0, bytes(limits.TOKEN_DIGEST_BYTES), 0, 0, status, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Extents:
-    """The daemon's answer to EXTENTS. ``anew``: descriptors sent before are no longer numbered; close them first."""
-
-    rows: Sequence[Extent]
-    anew: bool
 
 
 def encode_share(arena_bytes: int) -> bytes:
@@ -93,25 +52,6 @@ def decode_shared(body: bytes) -> Shared:
     if granted > 1:
         raise ProtocolError("SHARE reply carries an unknown answer")
     return Shared(bool(granted), lease_ms / 1000)
-
-
-def encode_extents(extents: Extents) -> bytes:
-    return _EXTENTS.pack(len(extents.rows), extents.anew) + b"".join([_EXTENT.pack(*row) for row in extents.rows])
-
-
-def decode_extents(body: bytes) -> Extents:
-    reader = wire.Reader(body, "EXTENTS reply")
-    count, anew = reader.unpack(_EXTENTS)
-    if count > limits.BATCH_BLOCKS_MAX or anew > 1:
-        raise ProtocolError("EXTENTS reply carries a count or option beyond its bound")
-    rows = [Extent._make(row) for row in reader.rows(_EXTENT, count)]
-    reader.end()
-    for row in rows:
-        if row.status not in _STATUSES:
-            raise ProtocolError(f"EXTENTS reply carries an unknown status {row.status}")
-        if row.payload_bytes > limits.PAYLOAD_BYTES_MAX or row.offset >= limits.SEGMENT_BYTES_MAX:
-            raise ProtocolError("EXTENTS reply carries an extent beyond its bound")
-    return Extents(rows, bool(anew))
 
 
 def encode_put_local(offset: int, put_body: bytes) -> bytes:

@@ -15,37 +15,45 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvstore import local, receive, sharing, wire
+from kvstore import extents, local, receive, sharing, wire
 from kvstore.errors import DeadlineExceeded, ProtocolError
+from kvstore.extents import ExtentStatus, Rows
 from kvstore.framing import Channel
 from kvstore.keys import SpaceId
 from kvstore.link import Call, Hold
 from kvstore.receive import Scatter
-from kvstore.sharing import ExtentStatus
-from kvstore.store import AckLevel, BlockPut, GetStatus, PutOutcome
+from kvstore.store import AckLevel, BlockPut, PutOutcome
 
 
 def get(hold: Hold, space_id: SpaceId, scatter: Scatter, monotonic: Callable[[], float] = time.monotonic) -> int:
-    """Fill the scatter's buffers; returns how many blocks came through shared memory."""
-    scatter.restart()
-    body = wire.encode_get(space_id, *scatter.wanted())
+    """Fill the buffers of what the scatter asks for; returns how many blocks came through shared memory."""
+    asked = scatter.asked
     count = 0
-    if hold.peer is not None:
-        count = _get_local(hold, hold.peer, body, scatter, monotonic)
-        if not scatter.asked:
-            return count
-        body = wire.encode_get(space_id, *scatter.wanted())
-    hold.ask(Call(wire.Opcode.GET, body, bulk=True), scatter.take)
+    try:
+        body = scatter.request(space_id)
+        if hold.peer is not None:
+            count = _get_local(hold, hold.peer, space_id, body, scatter, monotonic)
+            if not scatter.asked:
+                return count
+            body = scatter.request(space_id)
+        hold.ask(
+            Call(wire.Opcode.GET, body, bulk=True),
+            lambda channel, header, body: scatter.take(channel, header, body, space_id),
+        )
+    finally:
+        scatter.ask(asked)  # another attempt starts over
     return count
 
 
-def _get_local(hold: Hold, peer: local.Peer, body: bytes, scatter: Scatter, monotonic: Callable[[], float]) -> int:
+def _get_local(
+    hold: Hold, peer: local.Peer, space_id: SpaceId, body: bytes, scatter: Scatter, monotonic: Callable[[], float]
+) -> int:
     """Read what the daemon lends; what it does not, or not for long enough, stays asked for."""
 
-    def take(channel: Channel, header: wire.Header, body: bytes) -> Sequence[sharing.Extent]:
-        extents = sharing.decode_extents(body)
-        peer.add(channel.receive_descriptors(header.payload_bytes), anew=extents.anew)
-        return extents.rows
+    def take(channel: Channel, header: wire.Header, body: bytes) -> Rows:
+        rows, anew = extents.decode_rows(body, "EXTENTS reply")
+        peer.add(channel.receive_descriptors(header.payload_bytes), anew=anew)
+        return rows
 
     def usable() -> bool:
         now_s = monotonic()
@@ -55,28 +63,29 @@ def _get_local(hold: Hold, peer: local.Peer, body: bytes, scatter: Scatter, mono
 
     until_s = monotonic() + peer.lease_s  # the lease begins later than this clock is read, so it ends later
     rows = hold.ask(Call(wire.Opcode.EXTENTS, body, bulk=True), take)
-    lent = [at for at, row in enumerate(rows) if row.status == ExtentStatus.LENT]
+    lent = scatter.settle_rows(rows)
+    plan = extents.plan(rows, lent, [scatter.sizes[at] for at in scatter.asked])
+    count = 0
     try:
-        _check_extents(rows, lent, scatter, len(peer.fds))
-        local.read_extents(rows, lent, peer.fds, scatter, usable)
+        if plan.order:
+            if max(plan.files) >= len(peer.fds):
+                raise ProtocolError("a node lent a block of a file whose descriptor did not come")
+            local.read_extents(plan, peer.fds, scatter, usable)
     finally:
-        if lent:
+        count = scatter.believe(space_id, plan, rows)
+        if plan.order:
             hold.tell(wire.Opcode.RELEASE)
-    unsettled = (ExtentStatus.LENT, ExtentStatus.ASK)
-    scatter.settle_asked({at: GetStatus(row.status) for at, row in enumerate(rows) if row.status not in unsettled})
-    return len(set(lent).difference(scatter.asked))
+    if count == len(rows):
+        scatter.ask(())
+    else:
+        statuses = rows["status"].tolist()
+        scatter.ask([at for at, status in zip(scatter.asked, statuses, strict=True) if _is_open(scatter, at, status)])
+    return count
 
 
-def _check_extents(rows: Sequence[sharing.Extent], lent: Sequence[int], scatter: Scatter, descriptors: int) -> None:
-    """Raises ProtocolError unless the rows are about the asked blocks and name descriptors that came."""
-    if len(rows) != len(scatter.names):
-        raise ProtocolError("a node answered another number of blocks than asked")
-    for at in lent:
-        row = rows[at]
-        if row.token_digest != scatter.names[at].token_digest or row.payload_bytes != len(scatter.views[at]):
-            raise ProtocolError("a node lent a block of another token digest or length")
-        if row.descriptor >= descriptors:
-            raise ProtocolError("a node lent a block of a file whose descriptor did not come")
+def _is_open(scatter: Scatter, at: int, status: int) -> bool:
+    """Whether a block was not settled by its row, nor read and verified."""
+    return status == ExtentStatus.ASK or (status == ExtentStatus.LENT and not scatter.is_accepted(at))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from kvstore import limits
 from kvstore.access import TOKEN_BYTES_MAX
 from kvstore.errors import InternalError, Overloaded, ProtocolError, StoreError, VersionMismatch, from_code
 from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, TokenDigest
-from kvstore.store import AckLevel, GetStatus, Lookup, Presence, PutOutcome, StateEntry
+from kvstore.store import AckLevel, Lookup, Presence, PutOutcome, StateEntry
 
 MAGIC = b"RPKV"
-VERSION = 2
+VERSION = 3
 FLAG_REPLY = 0x0001
 HEADER_BYTES = 40
 HELLO_BODY_BYTES_MAX = 8 * limits.KIB
@@ -47,7 +47,6 @@ _LOOKUP = struct.Struct("<32sBxxxI")
 _LOOKUP_REPLY = struct.Struct("<IHBxd")
 _STATE_ENTRY = struct.Struct("<32siIIBxxx")
 _GET = struct.Struct("<32sI")
-_GET_ROW = struct.Struct("<32s16sQIBBxx")
 _PUT = struct.Struct("<32sBBxxI")
 _PUT_ROW = struct.Struct("<32s32s16sQIIIBxxx")
 _TOUCH = struct.Struct("<32sBxxxI")
@@ -346,18 +345,6 @@ class GetRequest:
     wanted_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GetRow:
-    """What the daemon says of one block; only rows with OK have ``payload_bytes`` in the frame's payload, in order."""
-
-    key: BlockKey
-    token_digest: TokenDigest
-    checksum: int
-    payload_bytes: int
-    status: GetStatus
-    flags: int
-
-
 def encode_get(space_id: SpaceId, names: Sequence[BlockName], wanted_bytes: Sequence[int]) -> bytes:
     packed = PackedNames.pack(names)
     if not len(packed) == len(wanted_bytes) <= limits.BATCH_BLOCKS_MAX:
@@ -375,26 +362,6 @@ def decode_get(body: bytes) -> GetRequest:
     if sum(wanted) > limits.BATCH_BYTES_MAX:
         raise ProtocolError(f"GET asks for more than {limits.BATCH_BYTES_MAX} bytes in one frame")
     return GetRequest(SpaceId(space_id), names, wanted)
-
-
-def encode_get_reply(rows: Sequence[GetRow]) -> bytes:
-    return _COUNT.pack(len(rows)) + b"".join(
-        _GET_ROW.pack(row.key, row.token_digest, row.checksum, row.payload_bytes, row.status, row.flags) for row in rows
-    )
-
-
-def decode_get_reply(body: bytes) -> tuple[GetRow, ...]:
-    reader = Reader(body, "GET reply")
-    (count,) = reader.unpack(_COUNT)
-    if count > limits.BATCH_BLOCKS_MAX:
-        raise ProtocolError("GET reply carries a count beyond its bound")
-    rows = []
-    for key, token_digest, checksum, payload_bytes, status, flags in reader.rows(_GET_ROW, count):
-        if status > max(GetStatus) or payload_bytes > limits.PAYLOAD_BYTES_MAX:
-            raise ProtocolError("GET reply carries an unknown status or a length beyond its bound")
-        rows.append(GetRow(BlockKey(key), TokenDigest(token_digest), checksum, payload_bytes, GetStatus(status), flags))
-    reader.end()
-    return tuple(rows)
 
 
 # --- put and touch --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
-from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
+from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import KEY_BYTES
 from kvstore.store import Presence
 
@@ -151,34 +151,6 @@ class Ledger:
             for segment, count in taken.leases.items():
                 segment.leases -= count
             taken.leases.clear()
-
-    def take_each(
-        self, space_id: SpaceId, keys: Sequence[BlockKey], token_digests: Sequence[TokenDigest], now_s: float
-    ) -> list[tuple[Place, bool] | None]:
-        """As ``take``, for many keys at once; with each place, whether its header was read since the start."""
-        taken: list[tuple[Place, bool] | None] = []
-        presence = self.presence
-        with self.lock:
-            for key, token_digest in zip(keys, token_digests, strict=True):
-                slot = presence.slot(key)
-                found = self._place(slot) if slot >= 0 and presence.is_alive(slot, now_s) else None
-                if found is None or found[1:] != (token_digest, space_id):
-                    taken.append(None)
-                    continue
-                found[0].segment.leases += 1
-                taken.append((found[0], bool(presence.checked[slot])))
-        return taken
-
-    def give_back_each(self, places: Iterable[Place]) -> None:
-        with self.lock:
-            for place in places:
-                place.segment.leases -= 1
-
-    def believe(self, key: BlockKey, place: Place) -> None:
-        """The record's header was read and found good: removals since the start go through this ledger."""
-        with self.lock:
-            if self.is_at(key, place):
-                self.presence.checked[self.presence.slot(key)] = True
 
     def place(self, slot: int) -> Place | None:
         """Place of a row, unleased; None if its segment is gone."""

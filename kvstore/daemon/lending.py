@@ -15,13 +15,17 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore import limits
-from kvstore.daemon.ledger import Place
-from kvstore.daemon.record import HEADER_BYTES
+from kvstore.daemon.ledger import Taken
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
-from kvstore.keys import BlockName, SpaceId, TokenDigest
-from kvstore.sharing import Extent, Extents, ExtentStatus
+from kvstore.extents import ROW, ExtentStatus, Rows
+from kvstore.keys import SpaceId
+from kvstore.record import CODEC_NONE
+from kvstore.wire import PackedNames
 
 SEALS_NEEDED = fcntl.F_SEAL_SHRINK
 HUGE_PAGE_BYTES_MIN = 64 * limits.KIB
@@ -29,48 +33,87 @@ HUGE_PAGE_BYTES_MIN = 64 * limits.KIB
 
 Life = tuple[Segment, int]
 """A segment and its generation."""
-Lent = Place | ExtentStatus
-"""Where a block lies, or MISS, or ASK for one that must be asked for by GET."""
 
 
 class Lender(Protocol):
-    """Who has blocks in files: a shard. A place that it lends must be given back."""
+    """Who has blocks in files: a shard. What it lends must be given back."""
 
-    def lend(self, space_id: SpaceId, names: Sequence[BlockName], now_s: float) -> list[Lent]: ...
+    def lend(self, space_id: SpaceId, keys: bytes, token_digests: bytes, now_s: float) -> Taken: ...
 
-    def give_back(self, places: Sequence[Place]) -> None: ...
+    def give_back(self, taken: Taken) -> None: ...
 
 
 class Loan:
-    """Places of many blocks that may be read until it is closed. Thread-safe; closed once, however often it is told."""
+    """Places of many blocks that may be read until it is closed. Thread-safe; closed once, however often it is told.
+
+    ``rows``: one a block; ``file`` counts the loan's own ``files``. ``payload_bytes`` and ``codecs``: one a block.
+    """
 
     def __init__(self, count: int) -> None:
-        self.places: list[Lent] = [ExtentStatus.MISS] * count
-        self._owed: list[tuple[Lender, list[Place]]] = []
+        self.rows: Rows = np.zeros(count, ROW)
+        self.rows["status"] = ExtentStatus.MISS
+        self.payload_bytes = np.zeros(count, np.uint32)
+        self.codecs = np.zeros(count, np.uint8)
+        self.files: list[Life] = []
+        self._owed: list[tuple[Lender, Taken]] = []
         self._lock = threading.Lock()
 
-    def add(self, lender: Lender, positions: Sequence[int], lent: Sequence[Lent]) -> None:
-        """Take over what a lender lent, for the blocks at these positions."""
-        for at, place in zip(positions, lent, strict=True):
-            self.places[at] = place
-        self._owed.append((lender, [place for place in lent if isinstance(place, Place)]))
+    def add(self, lender: Lender, positions: npt.NDArray[np.intp] | None, taken: Taken) -> None:
+        """Take over what a lender lent, for the blocks at these positions (None: for all)."""
+        self._owed.append((lender, taken))
+        here: npt.NDArray[np.intp] | slice = slice(None) if positions is None else positions
+        rows = np.zeros(len(taken.found), ROW)
+        rows["status"] = np.where(taken.found, ExtentStatus.LENT, ExtentStatus.MISS)
+        for name in ("generation", "offset", "segment", "flags"):
+            rows[name] = getattr(taken, name)
+        for segment in taken.leases:
+            mine = taken.found & (taken.segment == segment.number)
+            rows["file"][mine] = len(self.files)
+            self.files.append((segment, int(taken.generation[mine.argmax()])))
+        self.rows[here] = rows
+        self.payload_bytes[here] = taken.payload_bytes
+        self.codecs[here] = taken.codec
+
+    def refuse_other_sizes(self, wanted_bytes: npt.NDArray[np.uint32]) -> None:
+        """Lend only blocks of the lengths that are asked for."""
+        self.end((self.rows["status"] == ExtentStatus.LENT) & (self.payload_bytes != wanted_bytes), WRONG_SIZE)
+
+    def end(self, where: npt.NDArray[np.bool_] | int, status: ExtentStatus) -> None:
+        """Lend these blocks no longer; the leases on their segments stay until the loan is closed."""
+        self.rows[where] = _NONE[status]
 
     def close(self) -> bool:
         """Give everything back; False if that was done before."""
         with self._lock:
             owed, self._owed = self._owed, []
-        for lender, places in owed:
-            lender.give_back(places)
+        for lender, taken in owed:
+            lender.give_back(taken)
         return bool(owed)
 
+    def __enter__(self) -> Loan:
+        return self
 
-def lend(homes: Mapping[Lender, Sequence[int]], space_id: SpaceId, names: Sequence[BlockName], now_s: float) -> Loan:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+WRONG_SIZE = ExtentStatus.WRONG_SIZE
+_NONE = np.zeros(max(ExtentStatus) + 1, ROW)
+_NONE["status"] = np.arange(len(_NONE))
+
+
+def lend(homes: Mapping[Lender, Sequence[int]], space_id: SpaceId, names: PackedNames, now_s: float) -> Loan:
     """A loan of blocks that lie with one lender or several: ``homes`` has the positions of each one's."""
     loan = Loan(len(names))
     try:
         for lender, positions in homes.items():
-            mine = names if len(positions) == len(names) else [names[at] for at in positions]
-            loan.add(lender, positions, lender.lend(space_id, mine, now_s))
+            if len(homes) == 1:
+                loan.add(lender, None, lender.lend(space_id, names.keys, names.token_digests, now_s))
+                continue
+            at = np.array(positions, np.intp)
+            keys = np.frombuffer(names.keys, "V32")[at].tobytes()
+            digests = np.frombuffer(names.token_digests, "V16")[at].tobytes()
+            loan.add(lender, at, lender.lend(space_id, keys, digests, now_s))
     except BaseException:
         loan.close()
         raise
@@ -105,52 +148,41 @@ class Neighbour:
             raise ProtocolError(f"an arena of {len(self._arena)} bytes does not hold {count} at {offset}")
         return memoryview(self._arena)[offset : offset + count]
 
-    def lend(
-        self, loan: Loan, digests: Sequence[TokenDigest], wanted_bytes: Sequence[int], until_s: float
-    ) -> tuple[Extents, list[int]]:
-        """Take over a loan until ``until_s``; returns its extents, and descriptors for the caller to send and close.
+    def lend(self, loan: Loan, until_s: float) -> tuple[Rows, bool, list[int]]:
+        """Take over a loan until ``until_s``; returns its rows, whether files are numbered anew, and descriptors for
+        the caller to send and close.
 
         The loan before it ends here; so does this one if there is nothing to read.
         """
         self._replace(loan, until_s)
-        anew = self._would_be_full(loan.places)
+        loan.end((loan.rows["status"] == ExtentStatus.LENT) & (loan.codecs != CODEC_NONE), ExtentStatus.ASK)
+        lent = loan.rows["status"] == ExtentStatus.LENT
+        if not lent.any():
+            self.release()
+            return loan.rows, False, []
+        anew = len(self._numbers.keys() | loan.files) > limits.DESCRIPTORS_MAX
         if anew:
             self._numbers.clear()
         fds: list[int] = []
-        rows = [
-            self._extent(place, digest, wanted, fds)
-            for place, digest, wanted in zip(loan.places, digests, wanted_bytes, strict=True)
-        ]
-        if not any(row.status == ExtentStatus.LENT for row in rows):
-            self.release()
-        return Extents(rows, anew), fds
+        files = loan.rows["file"]
+        for at, life in enumerate(loan.files):
+            mine = lent & (files == at)
+            if not mine.any():
+                continue
+            number = self._number(life, fds)
+            if number is None:
+                loan.end(mine, ExtentStatus.ASK)
+            else:
+                loan.rows["file"][mine] = number
+                lent &= ~mine  # else its number might be taken for another one's place in the loan
+        return loan.rows, anew, fds
 
-    def _would_be_full(self, places: Sequence[Lent]) -> bool:
-        """Whether the connection cannot hold these files beside those that it has."""
-        if len(self._numbers) + len(places) <= limits.DESCRIPTORS_MAX:
-            return False
-        lives = {(place.segment, place.generation) for place in places if isinstance(place, Place)}
-        return len(lives | self._numbers.keys()) > limits.DESCRIPTORS_MAX
-
-    def _extent(self, place: Lent, digest: TokenDigest, wanted_bytes: int, fds: list[int]) -> Extent:
-        """One block's row; a file that is new to the connection adds a descriptor."""
-        if not isinstance(place, Place):
-            return Extent.none(place)
-        if place.payload_bytes != wanted_bytes:
-            return Extent.none(ExtentStatus.WRONG_SIZE)
-        number = None if place.codec else self._number(place, fds)
-        if number is None:
-            return Extent.none(ExtentStatus.ASK)
-        offset = place.offset + HEADER_BYTES
-        return Extent(offset, place.checksum, digest, wanted_bytes, number, ExtentStatus.LENT, place.flags)
-
-    def _number(self, place: Place, fds: list[int]) -> int | None:
-        """By which number the connection knows a place's file; None if there is no descriptor for it."""
-        life = (place.segment, place.generation)
+    def _number(self, life: Life, fds: list[int]) -> int | None:
+        """By which number the connection knows a file, adding a descriptor for a new one; None if there is none."""
         number = self._numbers.get(life)
         if number is None and len(self._numbers) < limits.DESCRIPTORS_MAX:
             try:
-                fds.append(open_for_reading(place.segment.fd))
+                fds.append(open_for_reading(life[0].fd))
             except OSError:  # too many open files, or no /proc
                 return None
             number = self._numbers[life] = len(self._numbers)

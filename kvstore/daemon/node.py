@@ -69,7 +69,7 @@ from kvstore.store import (
     StateEntry,
 )
 from kvstore.traffic import ClassRules, TrafficClass
-from kvstore.wire import keys_of, token_digests_of
+from kvstore.wire import PackedNames, keys_of, token_digests_of
 
 SPACES_IN_STATS = 256
 """Spaces that stats list by themselves; the smaller ones are summed up as ``other``."""
@@ -254,11 +254,11 @@ class Node:
         self._check_open()
         return self._home(name).open_payload(space_id, name, self._clock.now_s())
 
-    def lend(self, space_id: SpaceId, names: Sequence[BlockName]) -> Loan:
+    def lend(self, space_id: SpaceId, names: PackedNames) -> Loan:
         """Where many blocks lie, for reading from their files until the loan is closed."""
         self._check_open()
         homes: dict[Lender, Sequence[int]] = {self._shards[0]: range(len(names))}
-        if len(self._shards) > 1:
+        if len(self._shards) > 1 and names:
             homes = _grouped(map(self._home, names))
         return lend(homes, space_id, names, self._clock.now_s())
 

@@ -1,9 +1,10 @@
 """One block on disk: a 256-byte header, then the stored payload.
 
-Owns the header's bytes, its checks, and the mark that deletes a record in place. Does not know segments or the index.
-Invariants: a header is written once and checked on every read against its CRC, its own location (segment, generation,
-offset) and the key asked for; the payload is checked against its XXH3-64; a mark that is neither empty nor whole counts
-as dead, so that damage can lose a block but never bring a deleted one back.
+Owns writing and parsing headers, and the mark that deletes a record in place. Does not know segments or the index; the
+layout, and what a reader checks, is ``kvstore.record``'s. Invariants: a header is written once and checked on every
+read against its CRC, its own location (segment, generation, offset) and the key asked for; the payload is checked
+against its XXH3-64; a mark that is neither empty nor whole counts as dead, so that damage can lose a block but never
+bring a deleted one back.
 """
 
 from __future__ import annotations
@@ -17,27 +18,26 @@ import xxhash
 
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.limits import KEY_BYTES, PAYLOAD_BYTES_MAX
+from kvstore.record import CRC_OFFSET as CRC_OFFSET
+from kvstore.record import HEADER, RECORD_VERSION
+from kvstore.record import HEADER_BYTES as HEADER_BYTES
+from kvstore.record import MARK_OFFSET as MARK_OFFSET
+from kvstore.record import RECORD_MAGIC as RECORD_MAGIC
 from kvstore.store import Buffer
 
-RECORD_VERSION = 1
-HEADER_BYTES = 256
 RECORD_ALIGN = 4096
 """Records begin at multiples of this: the index then stays below 1/16 of the data, and a mark lies in one sector."""
 TOUCHES_MAX = 4
 """(class, last touch) pairs kept for one block; beyond, the pair with the earliest deadline makes room."""
 TIME_S_MAX = 2**62
 
-RECORD_MAGIC = b"RKVB"
-_HEADER = struct.Struct("<4sHHIQQ32s32s32s16sIIBBBBIIQQ4B4I")
 _CRC = struct.Struct("<I")
-_CRC_OFFSET = _HEADER.size
-MARK_OFFSET = 224
 _MARK = struct.Struct("<4sB3xQ")
 _MARK_MAGIC = b"DEAD"
 _MARK_BYTES = _MARK.size + _CRC.size
 _LIVE_MARK = bytes(_MARK_BYTES)
 
-assert _CRC_OFFSET + _CRC.size <= MARK_OFFSET and MARK_OFFSET + _MARK_BYTES <= HEADER_BYTES
+assert MARK_OFFSET + _MARK_BYTES <= HEADER_BYTES
 assert RECORD_ALIGN % HEADER_BYTES == 0 and KEY_BYTES == 32
 
 
@@ -115,7 +115,7 @@ def checksum_of(payload: Buffer) -> int:
 def encode_header(header: RecordHeader) -> bytes:
     """The 256 bytes of a live record's header."""
     pairs = [*header.touches[:TOUCHES_MAX], *[(0, 0)] * (TOUCHES_MAX - len(header.touches))]
-    body = _HEADER.pack(
+    body = HEADER.pack(
         RECORD_MAGIC,
         RECORD_VERSION,
         HEADER_BYTES,
@@ -146,10 +146,10 @@ def decode_header(data: Buffer, *, segment: int, generation: int, offset: int) -
     """Parse and check a header that was read at (segment, generation, offset). Raises RecordDamaged."""
     if len(data) < HEADER_BYTES:
         raise RecordDamaged("the file ends inside a header")
-    fields = _HEADER.unpack_from(data)
+    fields = HEADER.unpack_from(data)
     if fields[0] != RECORD_MAGIC:
         raise RecordDamaged("there is no record")
-    if _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(memoryview(data)[:_CRC_OFFSET]):
+    if _CRC.unpack_from(data, CRC_OFFSET)[0] != zlib.crc32(memoryview(data)[:CRC_OFFSET]):
         raise RecordDamaged("the header's CRC differs")
     if fields[1] != RECORD_VERSION or fields[2] != HEADER_BYTES:
         raise RecordDamaged(f"the record has format version {fields[1]}, not {RECORD_VERSION}")

@@ -23,7 +23,8 @@ from kvstore import limits, wire
 from kvstore.access import is_loopback
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
-from kvstore.daemon.session import Backend, Connection, Session
+from kvstore.daemon.request import Connection
+from kvstore.daemon.session import Backend, Session
 from kvstore.errors import Overloaded, StoreError, VolumeInUse
 from kvstore.framing import UNIX_PATH_BYTES_MAX, Channel, tune
 

@@ -2,7 +2,7 @@
 
 Owns what each frame does to the store behind it. Does not know listeners or threads. Invariants: nothing but HELLO is
 read before the token was checked; a request is answered, or the connection is closed, but a peer never sees a fault's
-details; a payload is received into reused buffers and sent from the file it lies in.
+details; a payload is received into reused buffers. What gets are answered by is ``outgoing``'s.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from kvstore import control, limits, sharing, wire
 from kvstore.daemon.admission import Admission, LoadRate
-from kvstore.daemon.lending import Loan, Neighbour
+from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.metrics import ServerMetrics
+from kvstore.daemon.outgoing import Outgoing, PayloadBackend
+from kvstore.daemon.request import SCRATCH_BYTES, Connection, Request, neighbour_of
 from kvstore.errors import (
     CapacityProtected,
     DeadlineExceeded,
@@ -33,11 +34,10 @@ from kvstore.errors import (
     VersionMismatch,
 )
 from kvstore.framing import Channel, close_all
-from kvstore.keys import KEY_ALGORITHM, BlockName, SpaceId, TokenDigest
-from kvstore.store import AckLevel, BlockPut, Buffer, GetStatus, PutOutcome, Store
+from kvstore.keys import KEY_ALGORITHM, BlockName, SpaceId
+from kvstore.store import AckLevel, BlockPut, PutOutcome, Store
 from kvstore.traffic import TrafficClass
 
-SCRATCH_BYTES = 64 * limits.KIB
 ADMISSION_WAIT_S_MAX = 1.0
 """How long a request waits for room in memory; meanwhile its sender is held back by the socket."""
 LAST_WORDS_S = 0.5
@@ -46,36 +46,7 @@ LAST_WORDS_S = 0.5
 log = logging.getLogger("kvstore.daemon")
 
 
-class Lease(Protocol):
-    """A payload held for reading: bytes of an open file, or ``data`` when it had to be decompressed."""
-
-    @property
-    def fd(self) -> int | None: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def data(self) -> Buffer | None: ...
-
-    @property
-    def payload_bytes(self) -> int: ...
-
-    @property
-    def checksum(self) -> int: ...
-
-    @property
-    def flags(self) -> int: ...
-
-    @property
-    def token_digest(self) -> TokenDigest: ...
-
-    def __enter__(self) -> Lease: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class Backend(Store, Protocol):
+class Backend(Store, PayloadBackend, Protocol):
     """What is served: a store that also lends payloads, checks submitted checksums and verifies on request."""
 
     def put(
@@ -89,126 +60,7 @@ class Backend(Store, Protocol):
         checksums: Sequence[int] | None = ...,
     ) -> list[PutOutcome]: ...
 
-    def open_payload(self, space_id: SpaceId, name: BlockName) -> Lease | None: ...
-
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool: ...
-
-
-@runtime_checkable
-class FileBackend(Protocol):
-    """A backend whose blocks lie in files that may be lent to a client on the same host."""
-
-    def lend(self, space_id: SpaceId, names: Sequence[BlockName]) -> Loan: ...
-
-
-class Connection:
-    """A channel and until when its present wait may last (the reaper looks at it).
-
-    ``trusted``: the peer is on this host and may see every block. ``neighbour``: what it shares, once it asked to.
-    """
-
-    __slots__ = ("channel", "idle", "neighbour", "trusted", "until_s")
-
-    def __init__(self, channel: Channel, until_s: float) -> None:
-        self.channel = channel
-        self.until_s = until_s
-        self.idle = True
-        self.trusted = False
-        self.neighbour: Neighbour | None = None
-
-    def close(self) -> None:
-        self.channel.close()
-        if self.neighbour is not None:
-            self.neighbour.close()
-
-
-class Request:
-    """One frame in hand: how much of its payload is still on the wire, and whether an answer was begun.
-
-    ``wire_s``: how long the peer may keep the daemon waiting for this frame, and as long again for the answer. What the
-    daemon itself takes does not count, so that a peer cannot buy time by a long deadline.
-    """
-
-    __slots__ = (
-        "_left_s",
-        "_monotonic",
-        "_wire_s",
-        "answered",
-        "body",
-        "channel",
-        "connection",
-        "deadline_s",
-        "header",
-        "unread",
-    )
-
-    def __init__(
-        self,
-        connection: Connection,
-        header: wire.Header,
-        body: bytes,
-        deadline_s: float,
-        wire_s: float,
-        monotonic: Callable[[], float],
-    ) -> None:
-        self._wire_s = self._left_s = wire_s
-        self._monotonic = monotonic
-        self.channel = connection.channel
-        self.connection = connection
-        self.header = header
-        self.body = body
-        self.deadline_s = deadline_s
-        self.unread = header.payload_bytes
-        self.answered = False
-
-    @contextmanager
-    def _waiting_for_peer(self) -> Iterator[None]:
-        """Bytes are on their way: the reaper counts the peer's time, and afterwards the daemon's again."""
-        began_s = self._monotonic()
-        works_until_s, self.connection.until_s = self.connection.until_s, began_s + self._left_s
-        yield
-        waited_s = self._monotonic() - began_s
-        self._left_s = max(self._left_s - waited_s, 0.0)
-        self.connection.until_s = works_until_s + waited_s
-
-    def receive_into(self, view: memoryview) -> None:
-        self.unread -= len(view)
-        with self._waiting_for_peer():
-            self.channel.receive_into(view)
-
-    def receive_descriptor(self) -> int | None:
-        """The descriptor attached to a payload of one byte, owned by the caller; None if there is none."""
-        if self.unread != 1:
-            raise ProtocolError(f"{self.header.opcode.name} comes with one byte of payload, a descriptor attached")
-        self.unread = 0
-        with self._waiting_for_peer():
-            return self.channel.receive_descriptors(1)[0]
-
-    def drop_payload(self, count: int | None = None) -> None:
-        """Read what is left of the payload, or ``count`` bytes of it, so that what follows begins where it should."""
-        count = self.unread if count is None else count
-        if count:
-            self.unread -= count
-            with self._waiting_for_peer():
-                self.channel.discard(count, memoryview(bytearray(SCRATCH_BYTES)))
-
-    def _begin_answer(self) -> None:
-        """From now on it is the peer who is waited for, until all of the answer is taken."""
-        self.answered = True
-        self.connection.until_s = self._monotonic() + self._wire_s
-
-    def answer(self, body: bytes, payload_bytes: int = 0, payloads: Sequence[Buffer] = ()) -> None:
-        self._begin_answer()
-        frame = wire.encode_frame(
-            self.header.opcode, self.header.request_id, body, payload_bytes=payload_bytes, reply=True
-        )
-        self.channel.send(frame, payloads)
-
-    def refuse(self, error: StoreError | ValueError) -> None:
-        self.drop_payload()
-        self._begin_answer()
-        body = wire.encode_error(error)
-        self.channel.send(wire.encode_frame(wire.Opcode.ERROR, self.header.request_id, body, reply=True))
 
 
 class Session:
@@ -228,7 +80,6 @@ class Session:
         *,
         lease_s: float = 0.0,
     ) -> None:
-        self._files = backend if lease_s and isinstance(backend, FileBackend) else None
         self._lease_s = lease_s
         self._backend = backend
         self._admission = admission
@@ -237,17 +88,18 @@ class Session:
         self._name = name
         self._token = token
         self._monotonic = monotonic
+        self._outgoing = Outgoing(backend, admission, self._load_rate, metrics, monotonic, lease_s)
         self._handlers: dict[wire.Opcode, Callable[[Request], None]] = {
             wire.Opcode.LOOKUP: self._lookup,
-            wire.Opcode.GET: self._get,
+            wire.Opcode.GET: self._outgoing.get,
             wire.Opcode.PUT: self._put,
             wire.Opcode.TOUCH: self._touch,
             wire.Opcode.PUT_STATE: self._put_state,
             wire.Opcode.GET_STATE: self._get_state,
             wire.Opcode.CONTROL: self._control,
             wire.Opcode.SHARE: self._share,
-            wire.Opcode.EXTENTS: self._lend_extents,
-            wire.Opcode.RELEASE: self._release,
+            wire.Opcode.EXTENTS: self._outgoing.lend,
+            wire.Opcode.RELEASE: self._outgoing.release,
             wire.Opcode.PUT_LOCAL: self._put_local,
         }
 
@@ -373,48 +225,6 @@ class Session:
         load_s = self._load_rate.estimate_s(int(answer.payload_bytes[:prefix].sum(dtype=np.int64)))
         request.answer(wire.encode_lookup_reply(replace(answer, load_s_estimate=max(load_s, answer.load_s_estimate))))
 
-    def _get(self, request: Request) -> None:
-        asked = wire.decode_get(request.body)
-        rows: list[wire.GetRow] = []
-        leases: list[Lease] = []
-        with ExitStack() as held:
-            for name, wanted_bytes in zip(asked.names, asked.wanted_bytes, strict=True):
-                row, lease = self._lend(held, asked.space_id, name, wanted_bytes)
-                rows.append(row)
-                if lease is not None:
-                    leases.append(lease)
-            payload_bytes = sum(lease.payload_bytes for lease in leases)
-            began_s = self._monotonic()
-            request.answer(wire.encode_get_reply(rows), payload_bytes)
-            for lease in leases:
-                if lease.fd is None:
-                    request.channel.send(b"", (lease.data or b"",))
-                else:
-                    request.channel.send_file(lease.fd, lease.offset, lease.payload_bytes)
-        self._load_rate.add(payload_bytes, self._monotonic() - began_s)
-        self._metrics.payload_out.inc(payload_bytes)
-
-    def _lend(
-        self, held: ExitStack, space_id: SpaceId, name: BlockName, wanted_bytes: int
-    ) -> tuple[wire.GetRow, Lease | None]:
-        """Open one payload for the time of the answer; its row says how that went."""
-        opened = self._backend.open_payload(space_id, name)
-        if opened is None:
-            return wire.GetRow(name.key, name.token_digest, 0, 0, GetStatus.MISS, 0), None
-        with ExitStack() as mine:
-            lease = mine.enter_context(opened)
-            status = GetStatus.OK if lease.payload_bytes == wanted_bytes else GetStatus.WRONG_SIZE
-            if status == GetStatus.OK and lease.fd is None:
-                try:
-                    mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0))
-                except Overloaded:
-                    status = GetStatus.UNREACHABLE
-            row = wire.GetRow(name.key, lease.token_digest, lease.checksum, lease.payload_bytes, status, lease.flags)
-            if status != GetStatus.OK:
-                return row, None
-            held.push(mine.pop_all())
-            return row, lease
-
     def _put(self, request: Request) -> None:
         asked = wire.decode_put(request.body)
         if sum(row.payload_bytes for row in asked.rows) != request.header.payload_bytes:
@@ -503,7 +313,7 @@ class Session:
         arena_bytes = sharing.decode_share(request.body)
         fd = request.receive_descriptor()
         try:
-            granted = fd is not None and self._files is not None and request.connection.trusted
+            granted = fd is not None and self._outgoing.shares and request.connection.trusted
             if granted and fd is not None:
                 self._adopt(request.connection, Neighbour.open(fd, arena_bytes))
         finally:
@@ -516,39 +326,13 @@ class Session:
             raise ProtocolError("a connection shares memory once")
         connection.neighbour = neighbour
 
-    def _lend_extents(self, request: Request) -> None:
-        neighbour = _neighbour(request)
-        assert self._files is not None  # else nobody is a neighbour
-        asked = wire.decode_get(request.body)
-        loan = self._files.lend(asked.space_id, asked.names)
-        until_s = self._monotonic() + self._lease_s
-        digests = wire.token_digests_of(asked.names)
-        extents, fds = neighbour.lend(loan, digests, asked.wanted_bytes, until_s)
-        try:
-            request.answer(sharing.encode_extents(extents), len(fds))
-            request.channel.send_descriptors(fds)
-        finally:
-            close_all(fds)
-
-    def _release(self, request: Request) -> None:
-        """The one message without an answer."""
-        if request.body:
-            raise ProtocolError("RELEASE has no body")
-        _neighbour(request).release()
-
     def _put_local(self, request: Request) -> None:
-        neighbour = _neighbour(request)
+        neighbour = neighbour_of(request)
         offset, asked = sharing.decode_put_local(request.body)
         size = sum(row.payload_bytes for row in asked.rows)
         outcomes = self._store(request, asked, asked.rows, neighbour.arena(offset, size))
         self._metrics.payload_in.inc(size)
         request.answer(wire.encode_put_reply(outcomes))
-
-
-def _neighbour(request: Request) -> Neighbour:
-    if request.connection.neighbour is None:
-        raise ProtocolError(f"{request.header.opcode.name} comes after SHARE was granted")
-    return request.connection.neighbour
 
 
 def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRow]]:

@@ -29,8 +29,7 @@ from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.files import Files
 from kvstore.daemon.index import Index, IndexContent, IndexDamaged, IndexRefused
 from kvstore.daemon.leases import PayloadLease
-from kvstore.daemon.ledger import Ledger, Place
-from kvstore.daemon.lending import Lent
+from kvstore.daemon.ledger import Ledger, Place, Taken
 from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
@@ -45,11 +44,9 @@ from kvstore.daemon.writer import Incoming, Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import TOMBSTONES_MAX
-from kvstore.sharing import ExtentStatus
 from kvstore.store import AckLevel, BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
-from kvstore.wire import keys_of, token_digests_of
 
 CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
@@ -236,35 +233,20 @@ class Shard:
         counters.misses += 1
         return None
 
-    def lend(self, space_id: SpaceId, names: Sequence[BlockName], now_s: float) -> list[Lent]:
-        """Places of blocks for reading from their files; the caller gives them back.
+    def lend(self, space_id: SpaceId, keys: bytes, token_digests: bytes, now_s: float) -> Taken:
+        """Places of blocks for reading, as ``Ledger.take_many``; the caller gives them back.
 
-        A header is read once after a start (the index may have lost a removal); from then on the ledger knows. If it is
-        bad, or the block moves meanwhile, whoever asks by ``open_payload`` learns what has become of it.
+        Nothing is read here: the reader verifies header and payload, and tells of what it finds bad.
         """
-        taken = self._ledger.take_each(space_id, keys_of(names), token_digests_of(names), now_s)
-        lent: list[Lent] = [ExtentStatus.MISS if found is None else found[0] for found in taken]
-        for at, found in enumerate(taken):
-            if found is not None and not found[1] and not self._is_good(space_id, names[at], found[0]):
-                lent[at] = ExtentStatus.ASK
-        sizes = [place.payload_bytes for place in lent if isinstance(place, Place)]
-        self._ledger.counters.hits += len(sizes)
-        self._ledger.counters.misses += taken.count(None)
-        self._ledger.counters.bytes_read += sum(sizes)
-        return lent
+        taken = self._ledger.take_many(space_id, keys, token_digests, now_s)
+        plain = taken.found & (taken.codec == Codec.NONE)  # the others are counted when they are opened
+        self._ledger.counters.hits += int(np.count_nonzero(plain))
+        self._ledger.counters.misses += int(np.count_nonzero(~taken.found))
+        self._ledger.counters.bytes_read += int(taken.payload_bytes[plain].sum(dtype=np.int64))
+        return taken
 
-    def give_back(self, places: Sequence[Place]) -> None:
-        self._ledger.give_back_each(places)
-
-    def _is_good(self, space_id: SpaceId, name: BlockName, place: Place) -> bool:
-        """Whether a taken record's header is that of the block; if not, the place is given back."""
-        try:
-            self._check(space_id, name, *place.segment.read_header(place.offset))
-        except (RecordDamaged, OSError):
-            self._ledger.give_back(place)
-            return False
-        self._ledger.believe(name.key, place)
-        return True
+    def give_back(self, taken: Taken) -> None:
+        self._ledger.give_back_many(taken)
 
     def _lease(self, space_id: SpaceId, name: BlockName, place: Place) -> PayloadLease:
         """The lease of a place that was taken. Raises RecordDamaged or OSError."""
@@ -285,8 +267,8 @@ class Shard:
             try:
                 self._read(space_id, name, place, bytearray(place.payload_bytes))
             except (RecordDamaged, OSError) as error:
-                self._failed_read(name.key, place, error, now_s)
-                return True
+                status = self._failed_read(name.key, place, error, now_s)
+                return status is GetStatus.CORRUPT or isinstance(error, OSError)
             return False
 
     def put(

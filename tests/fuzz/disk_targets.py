@@ -100,7 +100,7 @@ def _changed(program: Program) -> bytes:
     head = bytearray(encode_header(a_header(program, RECORD_ALIGN, b"payload")))
     for _ in range(program.below(4)):
         head[program.below(HEADER_BYTES)] ^= program.number(1)
-    end = record_module._CRC_OFFSET
+    end = record_module.CRC_OFFSET
     head[end : end + 4] = struct.pack("<I", zlib.crc32(head[:end]))
     return bytes(head)
 
@@ -284,7 +284,7 @@ def _check_record(opened: Segment, image: _Image, header: RecordHeader, step: Sc
     assert (header.segment, header.generation, header.offset) == (NUMBER, GENERATION, step.offset)
     assert header.offset + header.record_bytes <= limit
     found = bytes(image.content[header.offset : header.offset + HEADER_BYTES + header.stored_bytes])
-    checked = record_module._CRC_OFFSET + 4
+    checked = record_module.CRC_OFFSET + 4
     assert encode_header(header)[:checked] == found[:checked]
     assert decode_mark(found[:HEADER_BYTES]) == step.mark
     whole = len(found) == HEADER_BYTES + header.stored_bytes and checksum_of(found[HEADER_BYTES:]) == header.checksum

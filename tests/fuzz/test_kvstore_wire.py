@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import control, sharing, wire
+from kvstore import control, extents, sharing, wire
 from kvstore.errors import ProtocolError, StoreError
 from kvstore.framing import parse_address
 from kvstore.keys import space_id
-from kvstore.store import GetStatus, PutOutcome
+from kvstore.store import PutOutcome
 from kvstore.testing import ManualClock, MemoryStore
 from kvstore.units import parse_bytes, parse_duration_s, parse_seconds
 from tests.support.spaces import a_chain, a_space
@@ -24,7 +25,7 @@ STORE = MemoryStore(ManualClock())
 STORE.register_space(a_space())
 STORE.put_state(SPACE, CHAIN.state_name(5), b"state")
 ROW = wire.PutRow(CHAIN.names[0], 4, 100, 0, 77)
-EXTENT = sharing.Extent(4352, 77, bytes(16), 100, 0, sharing.ExtentStatus.LENT, 0)
+ROWS = np.array([(9, 4096, 1, 0, 0, 0, b""), (0, 0, 0, 0, 1, 0, b"")], extents.ROW)
 
 DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "header": (wire.decode_header, wire.encode_frame(wire.Opcode.GET, 1, b"body")[: wire.HEADER_BYTES]),
@@ -36,10 +37,6 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         wire.encode_lookup_reply(STORE.lookup(SPACE, CHAIN.names, states=True)),
     ),
     "get": (wire.decode_get, wire.encode_get(SPACE, CHAIN.names, [1, 2, 3])),
-    "get reply": (
-        wire.decode_get_reply,
-        wire.encode_get_reply([wire.GetRow(CHAIN.names[0].key, CHAIN.names[0].token_digest, 5, 6, GetStatus.OK, 0)]),
-    ),
     "put": (wire.decode_put, wire.encode_put(SPACE, 1, "disk", [ROW, ROW])),
     "put reply": (wire.decode_put_reply, wire.encode_put_reply(list(PutOutcome))),
     "touch": (wire.decode_touch, wire.encode_touch(SPACE, 2, CHAIN.names)),
@@ -48,7 +45,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "state reply": (wire.decode_state_reply, wire.encode_state_reply(found=True, flags=1, checksum=9)),
     "share": (sharing.decode_share, sharing.encode_share(4096)),
     "share reply": (sharing.decode_shared, sharing.encode_shared(sharing.Shared(True, 5.0))),
-    "extents reply": (sharing.decode_extents, sharing.encode_extents(sharing.Extents([EXTENT, EXTENT], True))),
+    "rows": (lambda body: extents.decode_rows(body, "GET reply"), extents.encode_rows(ROWS, option=True)),
     "put local": (sharing.decode_put_local, sharing.encode_put_local(4096, wire.encode_put(SPACE, 1, "os", [ROW]))),
     "error": (wire.decode_error, wire.encode_error(ProtocolError("what"))),
     "control request": (control.decode_request, control.encode_request("scan", {"cursor": ""})),

@@ -12,16 +12,18 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import xxhash
 
-from kvstore import control, limits, sharing, wire
+from kvstore import control, extents, limits, sharing, wire
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
-from kvstore.daemon.session import Connection, Session
+from kvstore.daemon.request import Connection
+from kvstore.daemon.session import Session
 from kvstore.errors import ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.keys import KEY_ALGORITHM, space_id
-from kvstore.store import GetStatus, PutOutcome
+from kvstore.store import PutOutcome
 from kvstore.testing import ManualClock, MemoryStore
 from tests.fuzz.program import Program
 from tests.support.spaces import a_chain, a_space
@@ -29,7 +31,7 @@ from tests.support.spaces import a_chain, a_space
 SPACE = space_id(a_space())
 CHAIN = a_chain(SPACE, 3)
 ROW = wire.PutRow(CHAIN.names[0], 4, 8, 0, 77)
-EXTENT = sharing.Extent(4352, 77, bytes(16), 100, 0, sharing.ExtentStatus.LENT, 0)
+EXTENTS = np.array([(9, 4096, 1, 0, 0, 0, b""), (0, 0, 0, 0, 1, 0, b"")], extents.ROW)
 
 Decode = Callable[[bytes], Any]
 Encode = Callable[[Any], bytes]
@@ -64,11 +66,6 @@ MESSAGES: dict[str, tuple[Decode, Encode, bytes]] = {
         lambda found: wire.encode_get(found.space_id, found.names, found.wanted_bytes),
         wire.encode_get(SPACE, CHAIN.names, [1, 2, 3]),
     ),
-    "get reply": (
-        wire.decode_get_reply,
-        wire.encode_get_reply,
-        wire.encode_get_reply([wire.GetRow(CHAIN.names[0].key, CHAIN.names[0].token_digest, 5, 6, GetStatus.OK, 0)]),
-    ),
     "put": (wire.decode_put, _put_body, wire.encode_put(SPACE, 1, "disk", [ROW, ROW])),
     "put reply": (wire.decode_put_reply, wire.encode_put_reply, wire.encode_put_reply(list(PutOutcome))),
     "touch": (
@@ -89,10 +86,10 @@ MESSAGES: dict[str, tuple[Decode, Encode, bytes]] = {
     ),
     "share": (sharing.decode_share, sharing.encode_share, sharing.encode_share(4096)),
     "share reply": (sharing.decode_shared, sharing.encode_shared, sharing.encode_shared(sharing.Shared(True, 5.0))),
-    "extents reply": (
-        sharing.decode_extents,
-        sharing.encode_extents,
-        sharing.encode_extents(sharing.Extents([EXTENT, EXTENT], True)),
+    "rows": (
+        lambda body: extents.decode_rows(body, "GET reply"),
+        lambda found: extents.encode_rows(found[0], option=found[1]),
+        extents.encode_rows(EXTENTS, option=True),
     ),
     "put local": (
         sharing.decode_put_local,
@@ -231,7 +228,7 @@ class _Wire:
         part, self._data = bytes(self._data[:count]), self._data[count:]
         return part, [], 0, None
 
-    def sendmsg(self, buffers: list[memoryview]) -> int:
+    def sendmsg(self, buffers: list[memoryview], ancillary: object = (), flags: int = 0) -> int:
         return sum(len(buffer) for buffer in buffers)
 
     def setsockopt(self, *_: object) -> None:

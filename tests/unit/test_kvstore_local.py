@@ -14,19 +14,21 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore import limits, local, receive, sharing, transfer, wire
+from kvstore import extents, limits, local, receive, sharing, transfer, wire
 from kvstore.client import StoreClient
 from kvstore.daemon.files import Files
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.node import Node, NodeConfig
+from kvstore.daemon.record import Mark, MarkReason, encode_mark
 from kvstore.daemon.server import Server
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unauthorized
+from kvstore.extents import Rows
 from kvstore.framing import parse_address
 from kvstore.keys import BlockName, SpaceId
 from kvstore.link import Call, Hold, NodeLink, new_hello
 from kvstore.receive import Scatter
-from kvstore.sharing import Extent, ExtentStatus
-from kvstore.store import BlockPut, GetStatus, PutOutcome
+from kvstore.record import MARK_OFFSET
+from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, ClassRule, ClassRules
 from tests.support.nodes import payload_of, puts_of
@@ -97,15 +99,15 @@ def a_scatter(names: Sequence[BlockName], size: int = SIZE) -> Scatter:
     return Scatter(names, [memoryview(bytearray(size)) for _ in names])
 
 
-def lend(hold: Hold, space: SpaceId, names: Sequence[BlockName]) -> tuple[Sequence[Extent], list[int]]:
+def lend(hold: Hold, space: SpaceId, names: Sequence[BlockName]) -> tuple[Rows, list[int]]:
     """Ask for extents and do nothing with them yet."""
     assert hold.peer is not None
     peer = hold.peer
 
-    def take(channel: Any, header: wire.Header, body: bytes) -> Sequence[Extent]:
-        extents = sharing.decode_extents(body)
-        peer.add(channel.receive_descriptors(header.payload_bytes), anew=extents.anew)
-        return extents.rows
+    def take(channel: Any, header: wire.Header, body: bytes) -> Rows:
+        rows, anew = extents.decode_rows(body, "EXTENTS reply")
+        peer.add(channel.receive_descriptors(header.payload_bytes), anew=anew)
+        return rows
 
     rows = hold.ask(Call(wire.Opcode.EXTENTS, wire.encode_get(space, names, [SIZE] * len(names)), bulk=True), take)
     return rows, [fd for fd in peer.fds if fd is not None]
@@ -131,10 +133,11 @@ def shared_fds() -> int:
     return count
 
 
-def read_all(rows: Sequence[Extent], fds: Sequence[int | None], scatter: Scatter) -> None:
+def read_all(space: SpaceId, rows: Rows, fds: Sequence[int | None], scatter: Scatter) -> None:
     """As a client that takes no notice of the time."""
-    lent = [at for at, row in enumerate(rows) if row.status == ExtentStatus.LENT]
-    local.read_extents(rows, lent, fds, scatter, lambda: True)
+    plan = extents.plan(rows, scatter.settle_rows(rows), scatter.sizes)
+    local.read_extents(plan, fds, scatter, lambda: True)
+    scatter.believe(space, plan, rows)
 
 
 # --- bytes and leases -----------------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def test_a_lent_segment_is_not_recycled(bench: Bench) -> None:
         rows, fds = lend(hold, bench.space, names)
         bench.turn_over()
         scatter = a_scatter(names)
-        read_all(rows, fds, scatter)
+        read_all(bench.space, rows, fds, scatter)
         assert scatter.statuses == [OK] * 9
         assert scatter.views[4] == payload_of(names[4], SIZE)
         hold.tell(wire.Opcode.RELEASE)
@@ -213,7 +216,7 @@ def test_bytes_read_without_a_lease_are_never_believed() -> None:
             wait_for(lambda: bench.leases == 0)
             bench.turn_over()
             scatter = a_scatter(names)
-            read_all(rows, fds, scatter)
+            read_all(bench.space, rows, fds, scatter)
             assert OK not in scatter.statuses
             scatter.settle(MISS)
             assert all(view == bytes(SIZE) for view in scatter.views)
@@ -316,26 +319,22 @@ def test_a_lost_descriptor_falls_back(bench: Bench) -> None:
     assert scatter.statuses == [OK] * 3
 
 
-def test_a_bad_header_is_never_lent_after_a_start(tmp_path: Path) -> None:
-    """The index of a new process may have lost a removal: the first look at a record is at its header."""
-    config = NodeConfig(directories=(tmp_path / "data",), capacity_bytes=16 * limits.MIB, segment_bytes=limits.MIB)
-    node = Node.open(config, ManualClock(), TEST_RULES)
-    space = node.register_space(a_space())
-    names = list(a_chain(space, 2).names)
-    node.put(space, puts_of(names, SIZE), traffic_class=AGENT)
-    node.close()
-    segment = next((tmp_path / "data" / "segments").glob("*.seg"))
-    with segment.open("r+b") as file:
-        file.seek(4096 + 224)  # the mark of the first record
-        file.write(b"DEAD")
-    node = Node.open(config, ManualClock(), TEST_RULES)
-    loan = node.lend(space, wire.PackedNames.pack(names))
-    assert loan.places[0] == ExtentStatus.ASK
-    assert not isinstance(loan.places[1], ExtentStatus)
-    loan.close()
-    assert not loan.close()
-    assert node.stats()["leases"] == 0
-    node.close()
+def test_a_removal_that_the_index_lost_is_a_miss(tmp_path: Path) -> None:
+    """The mark in the header decides, whoever reads it: nothing is quarantined, and the next look-up knows."""
+    for same_host in (True, False):
+        for bench in a_bench_of():
+            names = bench.put(2, seed=1)
+            segment = next((bench.folder / "data" / "segments").glob("*.seg"))
+            with segment.open("r+b") as file:
+                file.seek(4096 + MARK_OFFSET)
+                file.write(encode_mark(Mark(MarkReason.PURGED, 7)))
+            with client_of(bench.server.addresses[1], same_host=same_host) as client:
+                buffers = [bytearray(b"x" * SIZE) for _ in names]
+                assert client.get_into(bench.space, names, buffers) == [MISS, OK]
+                assert buffers[0] in (bytes(SIZE), b"x" * SIZE)
+                assert client.lookup(bench.space, names).presence.tolist() == [Presence.PURGED, Presence.PRESENT]
+            assert bench.node.stats()["quarantined"] == 0
+            wait_for(lambda bench=bench: bench.leases == 0)  # type: ignore[misc]
 
 
 # --- who may --------------------------------------------------------------------------------------------------------
@@ -520,34 +519,3 @@ def test_compressed_blocks_are_asked_for() -> None:
             assert client.stats()["client"]["blocks_got_local"] == 0
             assert node.stats()["leases"] == 0
         node.close()
-
-
-# --- planning -------------------------------------------------------------------------------------------------------
-
-
-def an_extent(offset: int, size: int, descriptor: int = 0) -> Extent:
-    return Extent(offset, 0, bytes(16), size, descriptor, ExtentStatus.LENT, 0)
-
-
-def test_neighbours_are_read_together() -> None:
-    """In order of place, over small gaps only, within one file, and no more at once than stays in cache."""
-    rows = [
-        an_extent(20_000, 10_000),
-        an_extent(256, 10_000),
-        an_extent(256, 10_000, descriptor=1),
-        an_extent(60_000, 10_000),
-        an_extent(256, 10_000),
-    ]
-    runs = local.plan_runs(rows, range(5))
-    assert [(run.descriptor, run.positions, run.gaps) for run in runs] == [
-        (0, [1], []),
-        (0, [4], []),
-        (0, [0], []),
-        (0, [3], []),
-        (1, [2], []),
-    ]
-    near = [an_extent(256 + at * 16_384, 16_000) for at in range(100)]
-    runs = local.plan_runs(near, range(100))
-    assert [len(run.positions) for run in runs] == [64, 36]
-    assert all(run.end - run.offset <= local.RUN_BYTES_MAX for run in runs)
-    assert set(runs[0].gaps) == {384}

@@ -14,7 +14,6 @@ from kvstore.store import (
     BlockInfo,
     ClassEffect,
     Effect,
-    GetStatus,
     Lookup,
     Pin,
     Policy,
@@ -153,18 +152,6 @@ def test_get(space: bytes, names: list[BlockName], size: int) -> None:
     sizes = [size + at for at in range(len(names))]
     asked = wire.decode_get(wire.encode_get(SpaceId(space), names, sizes))
     assert (asked.space_id, list(asked.names), list(asked.wanted_bytes)) == (space, names, sizes)
-
-
-@given(
-    rows=st.lists(
-        st.builds(
-            wire.GetRow, KEYS, DIGESTS, U64, st.integers(0, limits.PAYLOAD_BYTES_MAX), st.sampled_from(GetStatus), U8
-        ),
-        max_size=10,
-    )
-)
-def test_get_answers(rows: list[wire.GetRow]) -> None:
-    assert list(wire.decode_get_reply(wire.encode_get_reply(rows))) == rows
 
 
 @given(

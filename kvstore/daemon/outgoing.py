@@ -1,0 +1,203 @@
+"""Answers to gets: records sent as they lie in their files, or lent to a client on the same host.
+
+Owns GET, EXTENTS and RELEASE. Does not read, parse or verify a record of an uncompressed block: its reader does.
+Invariants: a segment stays leased until its bytes have been handed to the socket, or the loan ended; what does not lie
+in a file as it is (compressed, or in memory) goes out under a header made for the payload, and counts against the
+budget of bytes in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvstore import extents, wire
+from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.lending import Loan
+from kvstore.daemon.metrics import ServerMetrics
+from kvstore.daemon.record import RecordHeader, encode_header
+from kvstore.daemon.request import Request, neighbour_of
+from kvstore.errors import Overloaded, ProtocolError
+from kvstore.extents import ExtentStatus, Plan
+from kvstore.framing import close_all
+from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
+from kvstore.record import CODEC_NONE
+from kvstore.store import Buffer
+from kvstore.wire import PackedNames
+
+MADE_SPACING = 2**32
+"""Offsets of made records: so far apart that no plan joins them."""
+
+
+class Lease(Protocol):
+    """A payload held for reading: ``data``, or bytes of an open file."""
+
+    @property
+    def data(self) -> Buffer | None: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def checksum(self) -> int: ...
+
+    @property
+    def flags(self) -> int: ...
+
+    def __enter__(self) -> Lease: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class PayloadBackend(Protocol):
+    """Gives one payload in memory; of a block that lies in a file uncompressed it need not be asked."""
+
+    def open_payload(self, space_id: SpaceId, name: BlockName) -> Lease | None: ...
+
+
+@runtime_checkable
+class FileBackend(Protocol):
+    """A backend whose blocks lie in files: they are sent from there, and may be lent to a client on the same host."""
+
+    def lend(self, space_id: SpaceId, names: PackedNames) -> Loan: ...
+
+
+class Outgoing:
+    """Answers gets of one store. Stateless between requests."""
+
+    def __init__(
+        self,
+        backend: PayloadBackend,
+        admission: Admission,
+        load_rate: LoadRate,
+        metrics: ServerMetrics,
+        monotonic: Callable[[], float],
+        lease_s: float,
+    ) -> None:
+        self._backend = backend
+        self._files = backend if isinstance(backend, FileBackend) else None
+        self._admission = admission
+        self._load_rate = load_rate
+        self._metrics = metrics
+        self._monotonic = monotonic
+        self._lease_s = lease_s
+
+    @property
+    def shares(self) -> bool:
+        """Whether a client on the same host may be lent extents."""
+        return self._files is not None and self._lease_s > 0
+
+    def get(self, request: Request) -> None:
+        asked = wire.decode_get(request.body)
+        with ExitStack() as held:
+            loan = held.enter_context(self._loan(asked))
+            made = self._make(held, asked, loan)
+            lent = np.flatnonzero(loan.rows["status"] == ExtentStatus.LENT)
+            plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
+            began_s = self._monotonic()
+            request.answer(extents.encode_rows(loan.rows), plan.total_bytes, more=bool(plan.order))
+            _send(request, plan, loan, made)
+        payload_bytes = sum(plan.sizes)
+        self._load_rate.add(payload_bytes, self._monotonic() - began_s)
+        self._metrics.payload_out.inc(payload_bytes)
+
+    def _loan(self, asked: wire.GetRequest) -> Loan:
+        """What lies in files; of another kind of store, nothing does and everything is to be made."""
+        if self._files is None:
+            loan = Loan(len(asked.names))
+            loan.rows["status"] = ExtentStatus.ASK
+            return loan
+        loan = self._files.lend(asked.space_id, asked.names)
+        loan.refuse_other_sizes(np.array(asked.wanted_bytes, np.uint32))
+        loan.end((loan.rows["status"] == ExtentStatus.LENT) & (loan.codecs != CODEC_NONE), ExtentStatus.ASK)
+        return loan
+
+    def _make(self, held: ExitStack, asked: wire.GetRequest, loan: Loan) -> dict[int, tuple[bytes, Buffer]]:
+        """Header and payload of each block that does not lie in a file as it is; its row says how that went."""
+        made: dict[int, tuple[bytes, Buffer]] = {}
+        for at in np.flatnonzero(loan.rows["status"] == ExtentStatus.ASK).tolist():
+            name = asked.names[at]
+            opened = self._backend.open_payload(asked.space_id, name)
+            if opened is None:
+                loan.end(at, ExtentStatus.MISS)
+                continue
+            with ExitStack() as mine:
+                lease = mine.enter_context(opened)
+                status = self._admit(mine, lease, asked.wanted_bytes[at])
+                loan.end(at, status)
+                if status is not ExtentStatus.LENT:
+                    continue
+                held.push(mine.pop_all())
+                loan.rows[at] = (0, at * MADE_SPACING, extents.MADE, extents.MADE, status, lease.flags, b"")
+                made[at] = (_header(asked.space_id, name, lease, at * MADE_SPACING), lease.data or b"")
+        return made
+
+    def _admit(self, mine: ExitStack, lease: Lease, wanted_bytes: int) -> ExtentStatus:
+        if lease.payload_bytes != wanted_bytes:
+            return ExtentStatus.WRONG_SIZE
+        if lease.data is None:
+            return ExtentStatus.MISS  # it was written anew since, uncompressed: who asks again is lent it
+        try:
+            mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0))
+        except Overloaded:
+            return ExtentStatus.UNREACHABLE
+        return ExtentStatus.LENT
+
+    def lend(self, request: Request) -> None:
+        neighbour = neighbour_of(request)
+        assert self._files is not None  # else nobody is a neighbour
+        asked = wire.decode_get(request.body)
+        loan = self._files.lend(asked.space_id, asked.names)
+        loan.refuse_other_sizes(np.array(asked.wanted_bytes, np.uint32))
+        rows, anew, fds = neighbour.lend(loan, self._monotonic() + self._lease_s)
+        try:
+            request.answer(extents.encode_rows(rows, option=anew), len(fds))
+            request.channel.send_descriptors(fds)
+        finally:
+            close_all(fds)
+
+    def release(self, request: Request) -> None:
+        """The one message without an answer."""
+        if request.body:
+            raise ProtocolError("RELEASE has no body")
+        neighbour_of(request).release()
+
+
+def _send(request: Request, plan: Plan, loan: Loan, made: dict[int, tuple[bytes, Buffer]]) -> None:
+    """The payload of a GET answer: run after run, each in one piece."""
+    for run, begin in enumerate(plan.runs[:-1]):
+        row = plan.order[begin]
+        if row in made:
+            header, data = made[row]
+            request.channel.send(header, (data,))
+        else:
+            segment, _ = loan.files[plan.files[begin]]
+            request.channel.send_file(segment.fd, plan.offsets[begin], plan.run_bytes(run))
+
+
+def _header(space_id: SpaceId, name: BlockName, lease: Lease, offset: int) -> bytes:
+    """The header of a record that lies nowhere."""
+    return encode_header(
+        RecordHeader(
+            segment=extents.MADE,
+            generation=0,
+            offset=offset,
+            key=name.key,
+            parent=BlockKey(bytes(32)),
+            space_id=space_id,
+            token_digest=TokenDigest(name.token_digest),
+            index=0,
+            tokens=0,
+            class_byte=0,
+            flags=lease.flags,
+            codec=CODEC_NONE,
+            stored_bytes=lease.payload_bytes,
+            payload_bytes=lease.payload_bytes,
+            written_s=0,
+            checksum=lease.checksum,
+            touches=(),
+        )
+    )

@@ -1,0 +1,139 @@
+"""One connection and the frame in hand: what is still unread of it, and how long its peer may take.
+
+Owns the accounting of the peer's time. Does not know what a frame asks. Invariants: what the daemon itself takes does
+not count against the peer, so that a peer cannot buy time by a long deadline; a payload is read whole or the connection
+ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvstore import limits, wire
+from kvstore.daemon.lending import Neighbour
+from kvstore.errors import ProtocolError, StoreError
+from kvstore.framing import Channel
+from kvstore.store import Buffer
+
+SCRATCH_BYTES = 64 * limits.KIB
+
+
+class Connection:
+    """A channel and until when its present wait may last (the reaper looks at it).
+
+    ``trusted``: the peer is on this host and may see every block. ``neighbour``: what it shares, once it asked to.
+    """
+
+    __slots__ = ("channel", "idle", "neighbour", "trusted", "until_s")
+
+    def __init__(self, channel: Channel, until_s: float) -> None:
+        self.channel = channel
+        self.until_s = until_s
+        self.idle = True
+        self.trusted = False
+        self.neighbour: Neighbour | None = None
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.neighbour is not None:
+            self.neighbour.close()
+
+
+class Request:
+    """One frame in hand: how much of its payload is still on the wire, and whether an answer was begun.
+
+    ``wire_s``: how long the peer may keep the daemon waiting for this frame, and as long again for the answer. What the
+    daemon itself takes does not count, so that a peer cannot buy time by a long deadline.
+    """
+
+    __slots__ = (
+        "_left_s",
+        "_monotonic",
+        "_wire_s",
+        "answered",
+        "body",
+        "channel",
+        "connection",
+        "deadline_s",
+        "header",
+        "unread",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        header: wire.Header,
+        body: bytes,
+        deadline_s: float,
+        wire_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._wire_s = self._left_s = wire_s
+        self._monotonic = monotonic
+        self.channel = connection.channel
+        self.connection = connection
+        self.header = header
+        self.body = body
+        self.deadline_s = deadline_s
+        self.unread = header.payload_bytes
+        self.answered = False
+
+    @contextmanager
+    def _waiting_for_peer(self) -> Iterator[None]:
+        """Bytes are on their way: the reaper counts the peer's time, and afterwards the daemon's again."""
+        began_s = self._monotonic()
+        works_until_s, self.connection.until_s = self.connection.until_s, began_s + self._left_s
+        yield
+        waited_s = self._monotonic() - began_s
+        self._left_s = max(self._left_s - waited_s, 0.0)
+        self.connection.until_s = works_until_s + waited_s
+
+    def receive_into(self, view: memoryview) -> None:
+        self.unread -= len(view)
+        with self._waiting_for_peer():
+            self.channel.receive_into(view)
+
+    def receive_descriptor(self) -> int | None:
+        """The descriptor attached to a payload of one byte, owned by the caller; None if there is none."""
+        if self.unread != 1:
+            raise ProtocolError(f"{self.header.opcode.name} comes with one byte of payload, a descriptor attached")
+        self.unread = 0
+        with self._waiting_for_peer():
+            return self.channel.receive_descriptors(1)[0]
+
+    def drop_payload(self, count: int | None = None) -> None:
+        """Read what is left of the payload, or ``count`` bytes of it, so that what follows begins where it should."""
+        count = self.unread if count is None else count
+        if count:
+            self.unread -= count
+            with self._waiting_for_peer():
+                self.channel.discard(count, memoryview(bytearray(SCRATCH_BYTES)))
+
+    def _begin_answer(self) -> None:
+        """From now on it is the peer who is waited for, until all of the answer is taken."""
+        self.answered = True
+        self.connection.until_s = self._monotonic() + self._wire_s
+
+    def answer(
+        self, body: bytes, payload_bytes: int = 0, payloads: Sequence[Buffer] = (), *, more: bool = False
+    ) -> None:
+        """The frame, with the payload as far as it is at hand; ``more``: the rest of it follows at once."""
+        self._begin_answer()
+        frame = wire.encode_frame(
+            self.header.opcode, self.header.request_id, body, payload_bytes=payload_bytes, reply=True
+        )
+        self.channel.send(frame, payloads, more=more)
+
+    def refuse(self, error: StoreError | ValueError) -> None:
+        self.drop_payload()
+        self._begin_answer()
+        body = wire.encode_error(error)
+        self.channel.send(wire.encode_frame(wire.Opcode.ERROR, self.header.request_id, body, reply=True))
+
+
+def neighbour_of(request: Request) -> Neighbour:
+    """What the peer shares. Raises ProtocolError if it does not."""
+    if request.connection.neighbour is None:
+        raise ProtocolError(f"{request.header.opcode.name} comes after SHARE was granted")
+    return request.connection.neighbour
