@@ -87,6 +87,10 @@ class Files:
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        sync_directory(path)
+
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""

@@ -2,10 +2,10 @@
 
 Owns the merge of index content and scanned records. Does not know policy or presence. Invariants: an index entry
 counts only if its segment is still in that generation and the record lies below the extent that the index knew;
-records beyond it are adopted up to the first gap if their header and payload verify (so kill -9 loses nothing
-acknowledged); a segment with records behind a gap, which only a power loss makes, is sealed before it; of two
-records of one key the exact one wins, then the later found, and the loser is marked dead on disk; a record marked
-dead is never adopted.
+records beyond it are adopted if their header and payload verify (so kill -9 loses nothing acknowledged), also behind
+a gap, which only a power loss makes, so that whoever deletes them finds them; of two records of one key a damaged one
+loses, then the exact one wins, then the later found, and the loser is marked dead on disk; a record marked dead is
+never adopted.
 """
 
 from __future__ import annotations
@@ -109,23 +109,11 @@ def _adopt(
         _take(step.header, segments, found, index_of, now_s)
     if not segment.sealed:
         segment.end = end
-        _seal_before_leftovers(segment)
 
 
 def _fits(extent: Extent, segment: Segment) -> bool:
     """Whether the index names an end that a segment's records can have."""
     return not extent.end % RECORD_ALIGN and FIRST_RECORD <= extent.end <= segment.header.segment_bytes
-
-
-def _seal_before_leftovers(segment: Segment) -> None:
-    """Append no more where a later scan could run on into records that were taken for lost, maybe deleted meanwhile."""
-    try:
-        if segment.has_leftovers():
-            log.warning("segment_sealed_early segment=%d end=%d: records follow a gap", segment.number, segment.end)
-            segment.seal()
-    except OSError as error:
-        segment.failed = segment.torn = True
-        log.error("segment_not_sealed segment=%d problem=%r", segment.number, error)
 
 
 def _take(
@@ -134,6 +122,9 @@ def _take(
     """Adopt one record, or lose it to a better one of the same key."""
     rival = _rival(header.key, found, index_of)
     if rival is not None:
+        if not segments[header.segment].is_whole(header):
+            found.damaged += 1
+            return
         rival_flags, rival_segment, rival_offset = rival
         worse = header.flags & FLAG_APPROXIMATE > rival_flags & FLAG_APPROXIMATE
         loser = (header.segment, header.offset) if worse else (rival_segment, rival_offset)

@@ -3,8 +3,8 @@
 Owns the file's first page (header and seal), appending, reading one record and scanning. Does not know the index,
 classes' meaning or eviction. Invariants: records of one segment carry its number, its present generation and their
 own offset, so a record of an earlier life is never taken for a new one; recycling writes a new random generation
-before any record; a scan stops at the first damage beyond what is known to have been written (the torn-tail rule),
-and skips damage before.
+before any record; a scan skips damage that a record follows, and stops where none does beyond what is known to have
+been written (the torn-tail rule).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.daemon.files import Files, sync_directory
+from kvstore.daemon.files import Files
 from kvstore.daemon.record import (
     HEADER_BYTES,
     MARK_OFFSET,
@@ -46,7 +46,7 @@ DRAFT_SUFFIX = ".new"
 FREE = 0
 """Class byte of a segment that holds nothing."""
 
-_LEFTOVERS_READ_BYTES = 1024 * 1024
+_SEARCH_READ_BYTES = 1024 * 1024
 _MAGIC = b"RKVS"
 _HEADER = struct.Struct("<4sHHIQBxxxIQQ")
 _SEAL = struct.Struct("<4sIQQ")
@@ -193,7 +193,7 @@ class Segment:
             reserved = files.allocate(fd, header.segment_bytes)
             files.write(fd, [encode_segment_header(header)], 0)
             files.rename(draft, path)
-            sync_directory(directory)
+            files.sync_directory(directory)
         except OSError:
             with contextlib.suppress(OSError):
                 files.close(fd)
@@ -291,6 +291,8 @@ class Segment:
         self.sync(if_dirty=not self.unsafe)
         body = _SEAL.pack(_SEAL_MAGIC, 0, self.header.generation, self.end)
         self.files.write(self.fd, [body + _CRC.pack(zlib.crc32(body))], _SEAL_OFFSET)
+        if self.torn:
+            self.files.fdatasync(self.fd)
         self.sealed = True
         self.torn = False
 
@@ -315,19 +317,19 @@ class Segment:
         return header, decode_mark(data)
 
     def scan(self, begin: int, known_end: int, *, payloads: bool) -> Iterator[Scanned]:
-        """Every record from ``begin`` on; before ``known_end`` damage is reported and skipped, beyond it ends the scan.
+        """Every record from ``begin`` on; damage is reported and skipped, but beyond ``known_end`` only if a record
+        follows.
 
-        With ``payloads`` each payload is verified too; beyond ``known_end`` it always is, and a bad one is the torn
-        tail.
+        With ``payloads`` each payload is verified too; beyond ``known_end`` it always is, and a bad one is damage.
         """
         offset = begin
         limit = self.end if self.sealed else self.header.segment_bytes
         while offset + HEADER_BYTES <= limit:
             found = self._record_at(offset, limit)
             if isinstance(found, str):
-                if offset >= known_end:
+                hole = self._hole_bytes(offset, known_end, limit)
+                if not hole:
                     return
-                hole = self._hole_bytes(offset, min(known_end, limit), limit)
                 yield Scanned(offset, None, None, None, found, hole)
                 offset += hole
                 continue
@@ -335,7 +337,12 @@ class Segment:
             beyond = offset >= known_end
             problem = self._payload_problem(header) if (payloads or beyond) and mark is None else None
             if beyond and problem:
-                return
+                hole = self._hole_bytes(offset, known_end, limit)
+                if not hole:
+                    return
+                yield Scanned(offset, None, None, None, problem, hole)
+                offset += hole
+                continue
             checked = None if mark is not None or not (payloads or beyond) else not problem
             yield Scanned(offset, header, mark, checked, problem or "")
             offset += header.record_bytes
@@ -356,21 +363,9 @@ class Segment:
             held.clear()
             yield step
 
-    def has_leftovers(self) -> bool:
-        """Whether records of this generation lie beyond ``end``, but not at it.
-
-        A power loss kept what was written later and lost what came before; new appends could lead a later scan there.
-        """
-        step = _LEFTOVERS_READ_BYTES
-        begin = self.end + RECORD_ALIGN
-        for at in range(begin, self.header.segment_bytes, step):
-            data = self.files.read(self.fd, min(step, self.header.segment_bytes - at), at)
-            for within in range(0, len(data) - HEADER_BYTES, RECORD_ALIGN):
-                if data.startswith(RECORD_MAGIC, within) and not isinstance(
-                    self._record_at(at + within, self.header.segment_bytes), str
-                ):
-                    return True
-        return False
+    def is_whole(self, header: RecordHeader) -> bool:
+        """Whether a record's payload verifies."""
+        return self._payload_problem(header) is None
 
     def fill_hole(self, offset: int, hole_bytes: int, when_s: int) -> None:
         """Cover damage with dead records, so that scans pass over it. Raises OSError."""
@@ -418,12 +413,27 @@ class Segment:
             return "the record reaches beyond the segment"
         return header, mark
 
-    def _hole_bytes(self, offset: int, end: int, limit: int) -> int:
-        """How far damage reaches: up to the next record, or ``end``."""
-        at = offset + RECORD_ALIGN
-        while at < end and isinstance(self._record_at(at, limit), str):
-            at += RECORD_ALIGN
-        return at - offset
+    def _hole_bytes(self, offset: int, known_end: int, limit: int) -> int:
+        """How far damage reaches: up to the next record, or ``known_end``; 0 if it is the tail that was never written.
+
+        Beyond ``known_end`` a record after damage is what a power loss leaves that kept what was written later.
+        """
+        is_known = offset < known_end
+        end = min(known_end, limit) if is_known else limit
+        for begin in range(offset + RECORD_ALIGN, end, _SEARCH_READ_BYTES):
+            for at in self._likely_records(begin, min(begin + _SEARCH_READ_BYTES, end)):
+                if not isinstance(self._record_at(at, limit), str):
+                    return at - offset
+        return end - offset if is_known else 0
+
+    def _likely_records(self, begin: int, end: int) -> list[int]:
+        """Where records may begin: found by one read, or anywhere if that fails."""
+        places = range(begin, end, RECORD_ALIGN)
+        try:
+            data = self.files.read(self.fd, end - begin, begin)
+        except OSError:
+            return list(places)
+        return [at for at in places if data.startswith(RECORD_MAGIC, at - begin)]
 
     def _payload_problem(self, header: RecordHeader) -> str | None:
         try:

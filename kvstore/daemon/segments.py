@@ -173,7 +173,9 @@ class SegmentSet:
         if not self.free:
             return False
         segment = self.segments[self.free[-1]]
+        segment.sync()  # a file that comes back after a power loss comes back empty
         self._files.unlink(segment.path)
+        self._files.sync_directory(self._directory)
         self.forget(segment)
         return True
 

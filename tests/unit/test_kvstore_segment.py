@@ -158,15 +158,16 @@ def test_a_seal_that_no_file_can_have_is_not_believed(tmp_path: Path, end: int) 
     assert scanned(found, known_end=2**60) == [1]
 
 
-def test_a_hole_before_the_known_end_is_skipped_and_can_be_filled(tmp_path: Path) -> None:
-    """Damage in the middle costs the damaged record only; a repair covers it, so that later scans need no known end."""
+def test_a_hole_before_a_record_is_skipped_and_can_be_filled(tmp_path: Path) -> None:
+    """Damage in the middle costs the damaged record only; a repair covers it, so that later scans need not search."""
     segment = a_segment(tmp_path)
     headers = [append(segment, number) for number in (1, 2, 3)]
     segment.files.write(segment.fd, [b"\xff" * 64], headers[1].offset)
-    assert scanned(segment) == [1]
-    steps = list(segment.scan(FIRST_RECORD, segment.end, payloads=True))
-    holes = [(step.offset, step.hole_bytes) for step in steps if step.header is None]
-    assert holes == [(headers[1].offset, headers[1].record_bytes)]
+    assert scanned(segment) == [1, 3]
+    for known_end in (FIRST_RECORD, segment.end):
+        steps = list(segment.scan(FIRST_RECORD, known_end, payloads=True))
+        holes = [(step.offset, step.hole_bytes) for step in steps if step.header is None]
+        assert holes == [(headers[1].offset, headers[1].record_bytes)]
     segment.fill_hole(*holes[0], 5)
     assert [step.mark is None for step in segment.scan(FIRST_RECORD, FIRST_RECORD, payloads=True)] == [
         True,
