@@ -7,6 +7,8 @@ does. Progress goes to stderr, results to stdout.
 from __future__ import annotations
 
 import json
+import logging
+import secrets
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +84,38 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@app.command()
+def crash(
+    rounds: Annotated[int, typer.Option(min=0, max=100_000, help="How often the daemon is killed.")] = 200,
+    cuts: Annotated[
+        int | None, typer.Option(min=0, max=100_000, help="How often the power is cut. [default: as the rounds]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeat the choices of an earlier run.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder to work in; emptied afterwards. [default: the system's]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the table goes to stderr.")] = False,
+) -> None:
+    """Kill a store at all its moments, cut its power, and judge what is left; 1 if anything is wrong or missing."""
+    from ops.bench import crash as bench
+    from ops.bench.crash_daemon import DaemonFailed
+
+    chosen = seed if seed is not None else secrets.randbits(32)
+    _progress(f"seed {chosen}")
+    logging.getLogger("kvstore").setLevel(logging.CRITICAL)  # damage is what is asked for
+    try:
+        report = bench.run(
+            rounds=rounds, cuts=rounds if cuts is None else cuts, seed=chosen, data=data, progress=_progress
+        )
+    except (DaemonFailed, OSError) as error:
+        print(f"error: {error} (seed {chosen})", file=sys.stderr)
+        raise typer.Exit(1) from error
+    bench.print_report(report, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps(report.to_json()))
+    raise typer.Exit(0 if report.is_clean else 1)
 
 
 @app.command()

@@ -1,0 +1,190 @@
+"""What the crash harness expects of a store: kept outside of it, from what the store acknowledged.
+
+Owns payloads that tell of which life of which block they are, and the judgement of every answer. Does not know daemons
+or files. Invariants: a payload is made from key, life and exactness alone, every eight bytes of it differently, so
+that a sector of another block, place or life is noticed; a life ends when a deletion was acknowledged, and no payload
+of it may be seen again; whoever puts or deletes a block is its only writer, so that the order of its lives is known.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from kvstore.keys import AttentionGroup, BlockName, Space, TokenChain, space_id
+from kvstore.limits import KEY_BYTES, KIB, MIB
+from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, PutOutcome
+from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+
+CAPACITY_BYTES = 24 * MIB
+SEGMENT_BYTES = MIB
+"""Small, so that segments are recycled all the time."""
+BRIEF = TrafficClass(40)
+RULES = ClassRules(
+    (
+        ClassRule(AGENT, "agent", keep_for_s=3 * 86_400, priority=200, floor_bytes=CAPACITY_BYTES),
+        ClassRule(CHAT, "chat", keep_for_s=7 * 86_400, priority=100),
+        ClassRule(BRIEF, "brief", keep_for_s=1, priority=50),
+    )
+)
+"""What is of class agent always fits its floor, so nothing may evict it; chat is more than fits; brief expires."""
+SHARES = {AGENT: 120, CHAT: 420, BRIEF: 60}
+"""Blocks of each class."""
+SIZES: dict[TrafficClass, tuple[int, ...]] = {
+    AGENT: (512, 9_000, 40_008),
+    CHAT: (3_800, 60_000, 110_000),
+    BRIEF: (504, 30_000),
+}
+SECOND_SPACE_BLOCKS = 24
+STRANGERS = 40
+"""Names that nobody ever puts."""
+BLOCK_TOKENS = 2
+ACKNOWLEDGED = (PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REPLACED)
+VIOLATIONS = ("corrupt", "phantom", "lost", "returned", "unclean", "unbalanced")
+"""Altered bytes; what nobody put; a broken promise; what was deleted; fsck's findings; books unlike the files."""
+
+_COUNTING = np.arange(128 * KIB // 8, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+_TOKEN = struct.Struct("<Q")
+
+
+def spaces() -> tuple[Space, Space]:
+    """The space of most blocks, and one that is purged as a whole now and then."""
+    first, second = (
+        Space(
+            model=f"crash-{number}",
+            weights_digest=bytes(KEY_BYTES),
+            kv_dtype="bfloat16",
+            layout="KV2LTD",
+            block_tokens=BLOCK_TOKENS,
+            groups=(AttentionGroup(window=0, layers=(0,), kv_heads=1, head_dim=1),),
+        )
+        for number in range(2)
+    )
+    return first, second
+
+
+def payload_of(name: BlockName, token: int, size: int) -> bytes:
+    """The bytes of one life of a block; the first eight are the token that says which."""
+    seed = xxhash.xxh3_64_intdigest(name.key + _TOKEN.pack(token))
+    body = (_COUNTING[: -(-size // 8)] ^ np.uint64(seed)).tobytes()
+    return (_TOKEN.pack(token) + body[8:])[:size]
+
+
+@dataclass(slots=True)
+class Expected:
+    """One block. ``possible``: tokens of the payloads that a read may give; ``promised``: a miss would be a loss."""
+
+    name: BlockName
+    space: Space
+    traffic_class: TrafficClass
+    size: int
+    life: int = 1
+    possible: set[int] = field(default_factory=set)
+    promised: bool = False
+    unanswered: int = 0
+    """Puts of this life that got no answer, or not yet."""
+    is_fresh: bool = False
+    """Whether the last put offered a payload that was never offered before."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the store may not evict it once it is stored."""
+        return self.traffic_class == AGENT
+
+    def put(self, *, exact: bool) -> BlockPut:
+        """The next put of this block; its payload is possible from now on."""
+        token = 2 * self.life + exact
+        self.is_fresh = token not in self.possible
+        self.possible.add(token)
+        self.unanswered += 1
+        return BlockPut(
+            self.name, BLOCK_TOKENS, payload_of(self.name, token, self.size), 0 if exact else FLAG_APPROXIMATE
+        )
+
+    def settle(self, outcome: PutOutcome, *, exact: bool, durable: bool) -> None:
+        """What the put was answered. ``durable``: whether the level promised survives what will happen."""
+        token = 2 * self.life + exact
+        self.unanswered -= outcome is not PutOutcome.UNREACHABLE
+        if outcome in ACKNOWLEDGED:
+            if exact and durable:
+                self.possible = {token}
+            self.promised = self.is_kept and (self.promised or durable)
+        elif outcome is not PutOutcome.UNREACHABLE and self.is_fresh and not self.unanswered:
+            self.possible.discard(token)
+
+    def begin_delete(self) -> None:
+        self.promised = False
+
+    def end_delete(self) -> None:
+        """A deletion was acknowledged: what was possible is forbidden from now on."""
+        self.life += 1
+        self.possible = set()
+        self.unanswered = 0
+
+
+class Book:
+    """All expectations, and every violation found. Judging is thread-safe: it appends only."""
+
+    def __init__(self, seed: int) -> None:
+        first, second = spaces()
+        chain = TokenChain(
+            space_id(first), BLOCK_TOKENS, [seed & 0xFFFF_FFFF, 0, *range(2 * sum(SHARES.values()) + 2 * STRANGERS)]
+        )
+        names = list(chain.names)
+        classes = [traffic_class for traffic_class, count in SHARES.items() for _ in range(count)]
+        self.blocks = [
+            Expected(name, first, traffic_class, SIZES[traffic_class][at % len(SIZES[traffic_class])])
+            for at, (name, traffic_class) in enumerate(zip(names, classes, strict=False))
+        ]
+        other = TokenChain(space_id(second), BLOCK_TOKENS, range(2 * SECOND_SPACE_BLOCKS))
+        self.blocks += [Expected(name, second, AGENT, 4_000) for name in other.names]
+        self.strangers = names[len(classes) :]
+        self.counts: Counter[str] = Counter()
+        self.violations: list[tuple[str, str]] = []
+
+    def of_space(self, number: int) -> list[Expected]:
+        """Blocks of the first or the second space."""
+        space = spaces()[number]
+        return [block for block in self.blocks if block.space == space]
+
+    def accuse(self, kind: str, what: str) -> None:
+        """Write down a violation."""
+        assert kind in VIOLATIONS
+        self.violations.append((kind, what))
+
+    def judge_read(self, block: Expected, data: bytes | bytearray, life_before: int) -> int:
+        """Judge the bytes of a successful get that began in ``life_before``; the token that they carry."""
+        token = int(_TOKEN.unpack_from(data)[0])
+        where = f"block {block.name.index} of {block.space.model}"
+        if data != payload_of(block.name, token, block.size):
+            self.accuse("corrupt", f"{where}: bytes of no put")
+        elif token >> 1 < life_before:
+            self.accuse("returned", f"{where}: life {token >> 1} ended before life {life_before}")
+        elif token >> 1 > block.life:
+            self.accuse("phantom", f"{where}: life {token >> 1} has not begun")
+        return token
+
+    def judge_still(self, block: Expected, status: GetStatus, data: bytes | bytearray) -> None:
+        """Judge a get while nobody writes: after a restart."""
+        where = f"block {block.name.index} of {block.space.model} (life {block.life})"
+        if status is GetStatus.OK:
+            token = self.judge_read(block, data, block.life)
+            if token not in block.possible and token >> 1 == block.life:
+                self.accuse("phantom", f"{where}: token {token} is none of {sorted(block.possible)}")
+        elif status in (GetStatus.CORRUPT, GetStatus.MISS):
+            self.counts["detected"] += status is GetStatus.CORRUPT
+            if block.promised:
+                self.accuse("lost", f"{where}: {status.name}")
+                block.promised = False
+        else:
+            self.accuse("unbalanced", f"{where}: {status.name}")
+
+    def judge_strangers(self, presence: Sequence[int], statuses: Sequence[GetStatus]) -> None:
+        """Names that nobody put are not there."""
+        if any(found == 1 for found in presence) or any(status is GetStatus.OK for status in statuses):
+            self.accuse("phantom", "a block that was never put")

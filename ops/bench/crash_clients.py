@@ -1,0 +1,224 @@
+"""What clients of a store that will be killed do, and how they check it after its restart.
+
+Owns the random verbs of one client and the quiet verification. Does not know processes. Invariants: each block has one
+writer, everybody reads all; an answer is settled in the book before the next call for that block; a call that fails
+because the store died leaves its blocks in doubt, never in a promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+from kvstore.client import StoreClient
+from kvstore.daemon.fsck import FsckReport
+from kvstore.daemon.node import Node
+from kvstore.errors import CapacityProtected, DeadlineExceeded, Overloaded, StoreError, Unavailable
+from kvstore.keys import space_id
+from kvstore.store import BlockInfo, GetStatus, Pin
+from kvstore.traffic import AGENT, CHAT
+from ops.bench.crash_book import ACKNOWLEDGED, SECOND_SPACE_BLOCKS, Book, Expected, spaces
+
+BATCH_MAX = 16
+VERIFY_S = 60.0
+CALL_S = 20.0
+VERBS = {"put": 54, "get": 18, "lookup": 4, "touch": 6, "delete": 9, "sweep": 3, "pin": 3, "unpin": 2, "purge": 1}
+
+
+class Client:
+    """One client in one thread. ``mine``: the blocks that it alone writes. ``after_kill``: the process dies, not the
+    machine, so that level ``os`` is a promise as well.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        store: StoreClient | Node,
+        mine: Sequence[Expected],
+        chance: random.Random,
+        *,
+        after_kill: bool = True,
+    ) -> None:
+        self._book = book
+        self._store = store
+        self._mine = mine
+        self._others = [block for block in mine if block.space == spaces()[0]]
+        self._purged = [block for block in mine if block.space == spaces()[1]]
+        self._chance = chance
+        self._after_kill = after_kill
+        self._verbs: dict[str, Callable[[], None]] = {
+            "put": self._put,
+            "get": self._get,
+            "lookup": self._lookup,
+            "touch": self._touch,
+            "delete": self._delete,
+            "sweep": lambda: void(self._store.sweep(apply=True, deadline_s=CALL_S)),
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "purge": self._purge,
+        }
+
+    def work(self, stop: threading.Event) -> None:
+        """Do this and that until told to stop, or until the store is gone."""
+        with contextlib.suppress(StoreError):
+            while not stop.is_set():
+                self.step()
+
+    def step(self) -> None:
+        """One random call. Raises StoreError if the store is gone."""
+        verb = self._chance.choices(list(VERBS), list(VERBS.values()))[0]
+        try:
+            self._verbs[verb]()
+        except (Overloaded, CapacityProtected, DeadlineExceeded):
+            self._book.counts["declined"] += 1
+
+    def _some(self) -> list[Expected]:
+        """A few blocks of one space, mostly neighbours."""
+        pool = self._purged if self._purged and self._chance.random() < 0.1 else self._others
+        count = self._chance.randint(1, BATCH_MAX)
+        if self._chance.random() < 0.5:
+            return self._chance.sample(pool, min(count, len(pool)))
+        at = self._chance.randrange(len(pool))
+        return list(pool[at : at + count])
+
+    def _put(self) -> None:
+        exact = self._chance.random() < 0.8
+        durable = self._chance.random() < 0.25
+        some = self._some()
+        traffic_class = some[0].traffic_class
+        some = [block for block in some if block.traffic_class == traffic_class]
+        puts = [block.put(exact=exact) for block in some]
+        outcomes = self._store.put(
+            space_id(some[0].space),
+            puts,
+            traffic_class=traffic_class,
+            ack="disk" if durable else "os",
+            deadline_s=CALL_S,
+        )
+        for block, outcome in zip(some, outcomes, strict=True):
+            block.settle(outcome, exact=exact, durable=durable or self._after_kill)
+            self._book.counts[f"put {outcome.name.lower()}"] += 1
+        done = sum(outcome in ACKNOWLEDGED for outcome in outcomes)
+        self._book.counts["acknowledged"] += done
+        self._book.counts["acknowledged disk"] += done * durable
+
+    def _get(self) -> None:
+        blocks = self._book.of_space(0)
+        at = self._chance.randrange(len(blocks))
+        self._read(blocks[at : at + 2 * BATCH_MAX])
+
+    def _read(self, blocks: Sequence[Expected]) -> None:
+        """Read blocks of one space while others write them."""
+        lives = [block.life for block in blocks]
+        buffers = [bytearray(block.size) for block in blocks]
+        names = [block.name for block in blocks]
+        statuses = self._store.get_into(space_id(blocks[0].space), names, buffers, deadline_s=CALL_S)
+        for block, life, status, buffer in zip(blocks, lives, statuses, buffers, strict=True):
+            if status is GetStatus.OK:
+                self._book.judge_read(block, buffer, life)
+                self._book.counts["read"] += 1
+            elif status is GetStatus.CORRUPT and self._after_kill:
+                self._book.accuse("corrupt", f"block {block.name.index}: the store itself found it bad")
+
+    def _lookup(self) -> None:
+        blocks = self._book.of_space(0)
+        names = [block.name for block in blocks]
+        self._store.lookup(space_id(blocks[0].space), names, deadline_s=CALL_S)
+
+    def _touch(self) -> None:
+        some = self._some()
+        names = [block.name for block in some]
+        traffic_class = self._chance.choice((AGENT, CHAT))
+        self._store.touch(space_id(some[0].space), names, traffic_class=traffic_class, deadline_s=CALL_S)
+
+    def _delete(self) -> None:
+        some = self._some()[:4]
+        for block in some:
+            block.begin_delete()
+        self._store.delete(space_id(some[0].space), [block.name.key for block in some], deadline_s=CALL_S)
+        for block in some:
+            block.end_delete()
+        self._book.counts["deleted"] += len(some)
+
+    def _purge(self) -> None:
+        if not self._purged:
+            return
+        for block in self._purged:
+            block.begin_delete()
+        self._store.delete_space(space_id(self._purged[0].space), deadline_s=CALL_S)
+        for block in self._purged:
+            block.end_delete()
+        self._book.counts["deleted"] += len(self._purged)
+
+    def _pin(self) -> None:
+        some = [block for block in self._some()[:2] if block.traffic_class == AGENT]
+        self._store.pin([Pin(space_id(block.space), block.name.key, "crash", "") for block in some], deadline_s=CALL_S)
+
+    def _unpin(self) -> None:
+        some = self._some()
+        self._store.unpin(space_id(some[0].space), [block.name.key for block in some], deadline_s=CALL_S)
+
+
+def void(_: object) -> None:
+    """Drop an answer."""
+
+
+def shares(book: Book, count: int) -> list[list[Expected]]:
+    """Blocks by writer: every ``count``-th; all of the second space to the first writer."""
+    first, second = book.of_space(0), book.of_space(1)
+    assert len(second) == SECOND_SPACE_BLOCKS
+    return [[*first[at::count], *(second if at == 0 else [])] for at in range(count)]
+
+
+def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) -> None:
+    """Read everything while nobody writes; every answer is judged. Raises Unavailable if the store dies meanwhile."""
+    for number in range(2):
+        blocks = book.of_space(number)
+        names = [block.name for block in blocks]
+        buffers = [bytearray(block.size) for block in blocks]
+        statuses = store.get_into(space_id(blocks[0].space), names, buffers, deadline_s=VERIFY_S)
+        if GetStatus.UNREACHABLE in statuses:
+            raise Unavailable("the store died while it was verified")
+        for block, status, buffer in zip(blocks, statuses, buffers, strict=True):
+            book.judge_still(block, status, buffer)
+            if after_kill and status is GetStatus.OK:
+                block.promised = block.is_kept
+    _verify_strangers(store, book)
+    judge_scan(store.scan(deadline_s=VERIFY_S)[0], book)
+    stats = store.stats(deadline_s=VERIFY_S)
+    if after_kill and (stats["corrupt"] or stats["quarantined"] or stats["recovered_damaged"]):
+        book.accuse("corrupt", f"the daemon counts {stats['corrupt']} corrupt, {stats['quarantined']} quarantined")
+    book.counts["quarantined"] += stats["quarantined"]
+    book.counts["verified"] += 1
+
+
+def _verify_strangers(store: StoreClient | Node, book: Book) -> None:
+    """Names that nobody put, and every block under the other space."""
+    first, second = (space_id(space) for space in spaces())
+    for foreign in (first, second):
+        names = [*book.strangers, *(block.name for block in book.blocks if space_id(block.space) != foreign)]
+        presence = store.lookup(foreign, names, deadline_s=VERIFY_S).presence
+        statuses = store.get_into(foreign, names, [bytearray(512) for _ in names], deadline_s=VERIFY_S)
+        book.judge_strangers([int(found) for found in presence], statuses)
+
+
+def judge_scan(infos: Sequence[BlockInfo], book: Book) -> None:
+    """What a scan lists is what may be stored, with its own length."""
+    by_key = {block.name.key: block for block in book.blocks}
+    for info in infos:
+        block = by_key.get(info.key)
+        if block is None or space_id(block.space) != info.space_id or info.payload_bytes != block.size:
+            book.accuse("phantom", f"a scan lists {info.key.hex()[:16]}")
+        elif not block.possible:
+            book.accuse("returned", f"a scan lists block {block.name.index}, which was deleted")
+
+
+def judge_fsck(report: FsckReport, book: Book) -> None:
+    """A killed store's directory is clean, and every byte of its segments is accounted for."""
+    for finding in report.findings:
+        book.accuse("unclean", f"{finding.kind} {finding.where}: {finding.detail}")
+    parts = report.live_bytes + report.dead_bytes + report.free_bytes + report.page_bytes
+    if parts != report.total_bytes:
+        book.accuse("unbalanced", f"segments of {report.total_bytes} bytes hold {parts}")
