@@ -31,13 +31,13 @@ TABLE_COLUMNS = 112
 def store(
     peers: Annotated[str, typer.Option(help="Compare with: redis, valkey, files; comma-separated.")] = "",
     sizes: Annotated[str, typer.Option(help="Block sizes with units, comma-separated.")] = SIZES_DEFAULT,
-    cases: Annotated[
+    groups: Annotated[
         str, typer.Option(help="get, put, disk, cold, lookup, beside, mixed, restart; comma-separated. [default: all]")
     ] = "",
     data: Annotated[
         Path | None, typer.Option(help="Folder on the volume to measure; emptied afterwards. [default: the system's]")
     ] = None,
-    seconds_max: Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Begin nothing after this time.")] = 900.0,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440.0, help="Begin nothing after this time.")] = 20.0,
     blocks: Annotated[
         int | None, typer.Option(min=1024, max=16_000_000, help="Blocks stored for look-ups and restarts.")
     ] = None,
@@ -45,31 +45,36 @@ def store(
         Path | None, typer.Option(help="Python that has ops/bench/requirements-peers.txt. [default: this one]")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture there (extra bench).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for table, line of JSON and picture, named by date (extra bench).")
+    ] = None,
     is_quick: Annotated[
         bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON; the table goes to stderr.")] = False,
 ) -> None:
     """Measure a store beside the limits of this machine and beside other stores, all in turns in one run."""
-    from ops.bench import plot, tables
+    from ops.bench import plot, results, tables
     from ops.bench.store import measure, settings_of
 
     try:
         settings = settings_of(
             sizes=_words(sizes),
-            cases=_words(cases),
+            groups=_words(groups),
             peers=_words(peers),
             peers_python=str(peers_python or sys.executable),
-            seconds_max=seconds_max,
+            seconds_max=60 * minutes,
             blocks=blocks,
             is_quick=is_quick,
         )
-        if png is not None:
+        if png is not None or out is not None:
             plot.check()
         command = " ".join(["reprise bench", *sys.argv[sys.argv.index("store") :]] if "store" in sys.argv else [])
         report = measure(settings, data=data, command=command, is_quick=is_quick, progress=_progress)
         if png is not None:
-            plot.draw(report.measured, png, f"{report.machine['cpu']}, {report.machine['cpus']} CPUs: {command}")
+            plot.draw(report, png)
+        if out is not None:
+            results.write(report, out)
     except (plot.PlotUnavailable, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -45,12 +45,12 @@ class Settings:
     """What is measured and how large. ``blocks``: small blocks that look-ups and restarts have before them."""
 
     sizes: tuple[int, ...] = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
-    cases: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     peers_python: str = ""
     rounds: int = 5
     sample_s: float = 0.2
-    seconds_max: float = 900.0
+    seconds_max: float = 1200.0
     batch: int = 64
     population_bytes: int = 256 * MIB
     put_capacity_bytes: int = 2 * GIB

@@ -82,8 +82,13 @@ class Result:
     def rate(self) -> float:
         return median(self.rates)
 
+    @property
+    def spread(self) -> float:
+        """How far the rounds lie apart: the greatest rate less the smallest, over the median."""
+        return (max(self.rates) - min(self.rates)) / self.rate
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "rate": self.rate}
+        return {**asdict(self), "rate": self.rate, "spread": self.spread}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,16 @@ class Measured:
     bars: tuple[Bar, ...] = ()
     notes: tuple[str, ...] = ()
     load_average: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The case in a few words."""
+        return f"{self.name} {self.shape}"
+
+    @property
+    def shape(self) -> str:
+        """Size and batch."""
+        return f"{self.size_bytes // 1024} KiB x {self.batch}" if self.size_bytes else f"{self.batch}"
 
     @property
     def store(self) -> Result:

@@ -23,6 +23,7 @@ from kvstore.errors import StoreError
 from kvstore.limits import KIB, MIB
 from kvstore.units import parse_bytes
 from ops.bench import payload_cases, request_cases
+from ops.bench.bars import Standing, small_blocks, standings
 from ops.bench.child import ChildFailed
 from ops.bench.ground import BenchFailed, Ground, Progress, Settings, ground, quick
 from ops.bench.measure import Case, Measured, run
@@ -31,6 +32,8 @@ from ops.bench.served import memory_bytes
 
 GROUPS = ("get", "put", "disk", "cold", "lookup", "beside", "mixed", "restart")
 SIZE_MIN, SIZE_MAX, PAGE_BYTES = 4 * KIB, 16 * MIB, 4 * KIB
+BUSY_LOAD = 0.5
+"""Load average at the start above which a run says that its figures are low."""
 FORMAT = "reprise-bench-store-1"
 PACKAGES = ("reprise-kv", "numpy", "xxhash", "blake3", "rocksdb-py")
 Cases = Generator[Case]
@@ -48,8 +51,13 @@ class Report:
     versions: dict[str, str]
     measured: list[Measured] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def standings(self) -> list[Standing]:
+        """Every bar with what was reached."""
+        return standings(self.measured, self.memory, {at: case.label for at, case in enumerate(self.measured)})
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,7 +69,9 @@ class Report:
             "versions": self.versions,
             "cases": [measured.to_json() for measured in self.measured],
             "small_blocks": small_blocks(self.measured),
+            "bars": [standing.to_json() for standing in self.standings()],
             "skipped": self.skipped,
+            "warnings": self.warnings,
             "memory": self.memory,
             "seconds": self.seconds,
         }
@@ -70,21 +80,21 @@ class Report:
 def settings_of(
     *,
     sizes: Sequence[str],
-    cases: Sequence[str] = (),
+    groups: Sequence[str] = (),
     peers: Sequence[str] = (),
     peers_python: str = sys.executable,
-    seconds_max: float = 900.0,
+    seconds_max: float = 1200.0,
     blocks: int | None = None,
     is_quick: bool = False,
 ) -> Settings:
     """Settings from words. Raises ValueError that names what is wrong and what there is."""
-    for kind, given, known in (("cases", cases, GROUPS), ("peers", peers, PEERS)):
+    for kind, given, known in (("groups", groups, GROUPS), ("peers", peers, PEERS)):
         if unknown := sorted(set(given) - set(known)):
             raise ValueError(f"there are no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
     counts = tuple(parse_bytes(text) for text in sizes)
     if not counts or not all(SIZE_MIN <= count <= SIZE_MAX and count % PAGE_BYTES == 0 for count in counts):
         raise ValueError(f"--sizes takes multiples of 4 KiB from {SIZE_MIN // KIB} KiB to {SIZE_MAX // MIB} MiB")
-    settings = Settings(counts, tuple(cases), tuple(peers), peers_python, seconds_max=seconds_max)
+    settings = Settings(counts, tuple(groups), tuple(peers), peers_python, seconds_max=seconds_max)
     if is_quick:
         settings = quick(settings)
     return replace(settings, blocks=blocks) if blocks is not None else settings
@@ -92,10 +102,13 @@ def settings_of(
 
 def measure(settings: Settings, *, data: Path | None, command: str, is_quick: bool, progress: Progress) -> Report:
     """Run every chosen group. Raises ValueError for a folder that is too small."""
-    chosen = settings.cases or GROUPS
+    chosen = settings.groups or GROUPS
     began_s = time.monotonic()
     ends_s = began_s + settings.seconds_max
     report = Report(command, settings, is_quick, machine(data), versions())
+    if (load := report.machine["load_average_before"][0]) > BUSY_LOAD and not is_quick:
+        report.warnings.append(f"this machine was busy when the run began (load average {load:.1f}): figures are low")
+        progress(f"warning: {report.warnings[-1]}")
     with ground(settings, data, progress) as here:
         report.versions |= here.versions
         report.skipped |= {f"peer {skipped.name}": skipped.reason for skipped in here.skipped}
@@ -135,14 +148,14 @@ def _many(here: Ground, among: list[str], ends_s: float) -> Cases:
 
 def _run_group(report: Report, name: str, cases: Callable[[], Cases], ends_s: float, progress: Progress) -> None:
     if time.monotonic() > ends_s:
-        report.skipped[name] = "no time was left: raise --seconds-max, or choose fewer --cases or --sizes"
+        report.skipped[name] = "no time was left: raise --minutes, or choose fewer --groups or --sizes"
         return
     done = 0
     try:
         with closing(cases()) as waiting:
             for case in waiting:
                 if time.monotonic() > ends_s:
-                    report.skipped[f"{name} after {done} cases"] = "no time was left: raise --seconds-max"
+                    report.skipped[f"{name} after {done} cases"] = "no time was left: raise --minutes"
                     return
                 measured = run(case, rounds=report.settings.rounds, ends_s=ends_s, sample_s=report.settings.sample_s)
                 report.measured.append(measured)
@@ -158,16 +171,6 @@ def line_of(measured: Measured) -> str:
     size = f" {measured.size_bytes // 1024} KiB" if measured.size_bytes else ""
     against = measured.to_json()["ratios"][measured.limit.name]
     return f"{measured.name}{size} x {measured.batch}: {against:.2f} of {measured.limit.name}"
-
-
-def small_blocks(measured: list[Measured]) -> dict[str, float]:
-    """Rate of 64 KiB blocks over that of 1 MiB blocks, by case (bar: 0.6)."""
-    rates = {(case.name, case.size_bytes): case.store.rate for case in measured if case.batch > 1}
-    return {
-        name: rate / rates[name, 1 << 20]
-        for (name, size), rate in rates.items()
-        if size == 1 << 16 and (name, 1 << 20) in rates
-    }
 
 
 def machine(data: Path | None) -> dict[str, Any]:

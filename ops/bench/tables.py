@@ -10,14 +10,16 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ops.bench.measure import Measured, Result, Verdict, ratio
-from ops.bench.store import Report, small_blocks
+from ops.bench.bars import Standing
+from ops.bench.measure import Measured, Result, ratio
+from ops.bench.store import Report
 
 GIGA = 1e9
 MIB = 1 << 20
 TABLE_COLUMNS = 156
 """Columns of the widest table; a narrower terminal wraps it, which is better than cut figures."""
-RATIOS = ("case", "size x batch", "of limit", "of peer", "reprise", "limit", "best peer", "CPU s/GB", "bars")
+RATIOS = ("case", "size x batch", "of limit", "of peer", "reprise", "limit", "best peer", "CPU s/GB", "spread", "bars")
+BARS = ("what", "bar", "reached", "")
 LATENCIES = ("case", "size x batch", "p50", "p99", "p99.9", "limit p50", "limit p99")
 
 
@@ -27,19 +29,26 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         _table("medians of rounds in which all took turns; ratios first", RATIOS, map(row_of, report.measured))
     )
-    timed = [latency_row_of(case) for case in report.measured if case.batch == 1 or case.unit == "keys"]
-    console.print(_table("milliseconds a request (reads / writes)", LATENCIES, timed))
-    lines = [f"{label(case)}: {verdict_text(one)}" for case in report.measured for one in case.verdicts]
-    lines += [
-        f"{name}: 64 KiB at {share:.2f} of 1 MiB (bar: 0.6)" for name, share in small_blocks(report.measured).items()
-    ]
-    lines += [f"{label(case)}: {note}" for case in report.measured for note in case.notes if note.endswith("short")]
+    console.print(_table("milliseconds a request (reads / writes)", LATENCIES, map(latency_row_of, timed(report))))
+    console.print(_table("bars", BARS, map(bar_row_of, report.standings())))
+    for line in lines_of(report):
+        console.print(line, highlight=False, markup=False)
+
+
+def timed(report: Report) -> list[Measured]:
+    """Cases whose latency counts: of single blocks and of look-ups."""
+    return [case for case in report.measured if case.batch == 1 or case.unit == "keys"]
+
+
+def lines_of(report: Report) -> list[str]:
+    """Warnings, notes, memory, and what was not measured."""
+    lines = [f"warning: {warning}" for warning in report.warnings]
+    lines += [f"{case.label}: {note}" for case in report.measured for note in case.notes]
     lines += [f"memory, {name}: {memory_line(taken)}" for name, taken in report.memory.items()]
     lines += [f"not measured: {name}: {reason}" for name, reason in report.skipped.items()]
     before, after = report.machine["load_average_before"][0], report.machine.get("load_average_after", (0.0,))[0]
     lines.append(f"load average {before:.1f} before, {after:.1f} after; {report.seconds:.0f} s")
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    return lines
 
 
 def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -53,28 +62,20 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -
     return table
 
 
-def label(case: Measured) -> str:
-    """A case in a few words."""
-    return f"{case.name} {size_text(case)}"
-
-
-def size_text(case: Measured) -> str:
-    return f"{case.size_bytes // 1024} KiB x {case.batch}" if case.size_bytes else f"{case.batch}"
-
-
 def row_of(case: Measured) -> tuple[str, ...]:
     """One case's ratios and rates, in the order of RATIOS."""
     store, limit, peer = case.store, case.limit, case.best_peer
     met = [verdict.met for verdict in case.verdicts if verdict.met is not None]
     return (
         case.name,
-        size_text(case),
+        case.shape,
         f"{ratio(store, limit):.2f}",
         f"{ratio(store, peer):.2f}" if peer else "-",
         rate_text(store, case.unit),
         f"{limit.name} {rate_text(limit, case.unit)}",
         f"{peer.name} {rate_text(peer, case.unit)}" if peer else "-",
         f"{store.cpu_s_per_gb:.2f}" if store.cpu_s_per_gb is not None else "-",
+        f"{store.spread:.0%}",
         f"{sum(met)} of {len(met)}" if met else "-",
     )
 
@@ -83,7 +84,7 @@ def latency_row_of(case: Measured) -> tuple[str, ...]:
     """One case's percentiles, in the order of LATENCIES."""
     return (
         case.name,
-        size_text(case),
+        case.shape,
         *(latency_text(case.store, at) for at in range(3)),
         *(latency_text(case.limit, at) for at in range(2)),
     )
@@ -105,10 +106,10 @@ def latency_text(result: Result, at: int) -> str:
     return f"{reads_ms:.2f} / {1000 * result.writes_s[at]:.2f}"
 
 
-def verdict_text(verdict: Verdict) -> str:
-    if verdict.reached is None:
-        return f"? {verdict.bar.text}"
-    return f"{'met' if verdict.met else 'MISSED'} {verdict.bar.text} ({verdict.reached:.3g})"
+def bar_row_of(standing: Standing) -> tuple[str, ...]:
+    """One bar, in the order of BARS."""
+    reached = "-" if standing.reached is None else f"{standing.reached:.3g}"
+    return standing.what, standing.bar, reached, standing.word
 
 
 def memory_line(taken: dict[str, float]) -> str:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvstore.keys import SpaceId, space_id
 from ops.bench import peers
+from ops.bench.bars import small_blocks, standings
 from ops.bench.baselines import Buffers, RawFile
 from ops.bench.blocks import SPACE, base_payload, differing, names_of, stamp
 from ops.bench.child import ChildFailed
@@ -22,8 +23,8 @@ from ops.bench.cli import app
 from ops.bench.echo import Echo
 from ops.bench.ground import BenchFailed, Settings, ground
 from ops.bench.loads import Loads
-from ops.bench.measure import Case, Contender, Measured, Result
-from ops.bench.store import GROUPS, Report, _run_group, settings_of, small_blocks
+from ops.bench.measure import Bar, Case, Contender, Measured, Result
+from ops.bench.store import GROUPS, Report, _run_group, settings_of
 
 SPACE_ID: SpaceId = space_id(SPACE)
 KIB = 1024
@@ -49,12 +50,18 @@ def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     folder = tmp_path_factory.mktemp("q")
     png = tmp_path_factory.mktemp("png") / "store.png"
     options = ["store", "--quick", "--sizes", "64KiB", "--peers", "files", "--data", str(folder), "--png", str(png)]
+    options += ["--out", str(png.parent)]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     done = CliRunner().invoke(app, [*options, "--json"])
     assert done.exit_code == 0, done.stderr
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
     assert list(folder.iterdir()) == []
     assert png.read_bytes().startswith(b"\x89PNG")
+    written = {path.suffix: path for path in png.parent.iterdir() if path != png}
+    assert set(written) == {".md", ".json", ".png"}
+    assert len({path.stem for path in written.values()}) == 1
+    assert json.loads(written[".json"].read_text()) == json.loads(done.stdout)
+    assert "reprise bench store" in written[".md"].read_text() or "| bar |" in written[".md"].read_text()
     return json.loads(done.stdout), folder, done.stderr
 
 
@@ -102,7 +109,7 @@ def test_a_run_says_where_and_how_it_was_made(quick_run: tuple[dict[str, Any], P
         (["--sizes", "65000B"], "multiples of 4 KiB"),
         (["--sizes", "1GiB"], "multiples of 4 KiB"),
         (["--sizes", ","], "multiples of 4 KiB"),
-        (["--cases", "gets"], "there are no cases gets; there are get, put"),
+        (["--groups", "gets"], "there are no groups gets; there are get, put"),
         (["--peers", "mysql"], "there are no peers mysql; there are redis, valkey, files"),
         (["--data", "/nonexistent/folder"], "No such file"),
     ],
@@ -154,7 +161,7 @@ def test_a_group_for_which_no_time_is_left_is_named() -> None:
     """It is not begun."""
     report = a_report()
     _run_group(report, "get", lambda: pytest.fail("it began"), time.monotonic() - 1, quietly)
-    assert "raise --seconds-max" in report.skipped["get"]
+    assert "raise --minutes" in report.skipped["get"]
 
 
 def test_a_missing_server_is_skipped_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,9 +290,19 @@ def test_small_blocks_are_compared_with_those_of_a_mebibyte() -> None:
 
 def test_settings_keep_what_is_given() -> None:
     """Sizes are read with units; a quick run is small; blocks given win."""
-    settings = settings_of(sizes=["64KiB", "1MiB"], cases=["get"], blocks=4096, is_quick=True)
+    settings = settings_of(sizes=["64KiB", "1MiB"], groups=["get"], blocks=4096, is_quick=True)
     assert settings.sizes == (64 * KIB, 1024 * KIB)
-    assert settings.cases == ("get",)
+    assert settings.groups == ("get",)
     assert settings.blocks == 4096
     assert settings.population_bytes < Settings().population_bytes
     assert settings.rounds == 5
+
+
+def test_bars_that_are_missed_say_by_how_much() -> None:
+    """Shares are of the bound; a bar that nothing could be compared with is listed too."""
+    result = Result("reprise", "store", (3.0,), 1, 1.0, 1.0, 1.0)
+    other = Result("preadv", "limit", (5.0,), 1, 1.0, 1.0, 1.0)
+    case = Measured("get", "B", 1 << 20, 64, (result, other), (Bar("rate", 0.8, "preadv"), Bar("rate", 2.0, "peer")))
+    memory = {"many small blocks": {"anonymous_bytes_per_block": 50.0}, "soak": {"growth": 1.0}}
+    words = [standing.word for standing in standings([case], memory, {0: case.label})]
+    assert words == ["short by 25%", "not compared", "short by 25%", "met"]
