@@ -135,11 +135,13 @@ def disk_bytes(path: Path) -> int:
     return total
 
 
-def _advance(views: list[memoryview], count: int) -> list[memoryview]:
+def _advance(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of the buffers after ``count`` bytes of them."""
-    while views and count >= len(views[0]):
-        count -= len(views[0])
-        views = views[1:]
+    at = 0
+    while at < len(views) and count >= len(views[at]):
+        count -= len(views[at])
+        at += 1
+    left = list(views[at:])
     if count:
-        views = [views[0][count:], *views[1:]]
-    return views
+        left[0] = left[0][count:]
+    return left

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kvstore.daemon.files import Files
@@ -46,8 +46,8 @@ class SegmentSet:
         self.may_grow = True
         """False after a file could not be created (a full file system): recycle instead, until the next sweep."""
         self.damaged = 0
-        self.seal_later: Callable[[Segment], bool] = lambda segment: False
-        """Takes a full segment to be sealed beside the writer, or says no."""
+        self.seal_later: Callable[[Segment], None] | None = None
+        """Takes a full segment to be sealed beside the writer; None: it is sealed at once."""
         self._begun = 0
 
     @classmethod
@@ -81,13 +81,25 @@ class SegmentSet:
         return found
 
     def adopt_opened(self) -> None:
-        """After recovery: unsealed segments of a class go on being filled."""
-        for segment in self.segments.values():
-            header = segment.header
-            if header.class_byte != FREE and not segment.sealed and not segment.failed:
-                other = self.opened.setdefault((header.class_byte, header.day), segment.number)
-                if other != segment.number:
-                    self._seal(segment)
+        """After recovery: of the unsealed segments of a class and day, the one begun last goes on being filled."""
+        for segment in sorted(self.unsealed(), key=lambda item: item.begun, reverse=True):
+            self.opened.setdefault((segment.header.class_byte, segment.header.day), segment.number)
+
+    def unsealed(self) -> list[Segment]:
+        """Segments that hold records, or may, and have no seal."""
+        return [
+            segment
+            for segment in self.segments.values()
+            if segment.header.class_byte != FREE and not segment.sealed and not segment.failed
+        ]
+
+    def seal_beside(self, offer: Callable[[Segment], None]) -> None:
+        """From now on full segments are offered, to be sealed soon; those that an earlier process left are so now."""
+        self.seal_later = offer
+        opened = set(self.opened.values())
+        for segment in self.unsealed():
+            if segment.number not in opened:
+                offer(segment)
 
     @property
     def free_count(self) -> int:
@@ -141,8 +153,10 @@ class SegmentSet:
     def _fill(self, segment: Segment) -> None:
         """No more appends, but the seal may come later."""
         self._take_out(segment)
-        if segment.torn or not self.seal_later(segment):
+        if segment.torn or self.seal_later is None:
             self._seal(segment)
+        else:
+            self.seal_later(segment)
 
     def _take_out(self, segment: Segment) -> None:
         key = (segment.header.class_byte, segment.header.day)
@@ -179,10 +193,10 @@ class SegmentSet:
         self.forget(segment)
         return True
 
-    def flush(self) -> None:
-        """Make all appended bytes durable. Raises the first OSError after trying every segment."""
+    def flush(self, segments: Collection[Segment] | None = None) -> None:
+        """Make all appended bytes durable, or those of some segments. Raises an OSError after trying each of them."""
         problem: OSError | None = None
-        for segment in self.segments.values():
+        for segment in self.segments.values() if segments is None else segments:
             try:
                 segment.sync(if_dirty=True)
             except OSError as error:

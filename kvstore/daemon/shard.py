@@ -83,6 +83,8 @@ class Shard:
         self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
         self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, self._pin_until_s)
         self._commit = GroupCommit(self._flush, commit_window_s)
+        self._owed: set[Segment] = set()
+        """Segments that somebody waits to see on disk."""
         self._sealer = Sealer(self._seal)
 
     @classmethod
@@ -135,7 +137,7 @@ class Shard:
     def seal_in_background(self) -> None:
         """From now on a put does not wait until a full segment is on disk."""
         self._sealer.start()
-        self._ledger.segments.seal_later = self._sealer.offer
+        self._ledger.segments.seal_beside(self._sealer.offer)
 
     def scrubber(self, bytes_per_s: int, clock: Clock) -> Scrubber:
         """A background scrub of this shard, yet to be started."""
@@ -286,6 +288,7 @@ class Shard:
             outcomes = self._put.put(space_id, blocks, class_byte, now_s)
             self._ledger.compact_if_due()
         if ack == "disk" and any(outcome.value <= PutOutcome.REPLACED for outcome in outcomes):
+            self._owe(blocks, outcomes)
             try:
                 self._commit.wait(max(0.0, end_s - time.monotonic()))
             except OSError as error:
@@ -505,8 +508,19 @@ class Shard:
             if not self._ledger.index.closed:
                 self._ledger.segments.seal_if_still(segment, generation)
 
+    def _owe(self, blocks: Sequence[Incoming], outcomes: Sequence[PutOutcome]) -> None:
+        """The next flush is to make these blocks durable, and nothing that nobody waits for."""
+        with self._ledger.lock:
+            for block, outcome in zip(blocks, outcomes, strict=True):
+                slot = self._ledger.presence.slot(block.name.key) if outcome.value <= PutOutcome.REPLACED else -1
+                place = self._ledger.place(slot) if slot >= 0 else None
+                if place is not None and not place.segment.is_durable(place.offset):
+                    self._owed.add(place.segment)
+
     def _flush(self) -> None:
-        self._ledger.segments.flush()
+        with self._ledger.lock:
+            owed, self._owed = self._owed, set()
+        self._ledger.segments.flush(owed)
 
     def _pin_until_s(self, space_id: SpaceId, key: BlockKey) -> int:
         return self._pins.get((space_id, key), 0)
