@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from kvstore import limits, wire
 from kvstore.daemon.lending import Neighbour
-from kvstore.errors import ProtocolError, StoreError
+from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.store import Buffer
 
@@ -78,6 +78,13 @@ class Request:
         self.deadline_s = deadline_s
         self.unread = header.payload_bytes
         self.answered = False
+
+    def left_s(self) -> float:
+        """Until the deadline. Raises DeadlineExceeded once it passed."""
+        left_s = self.deadline_s - self._monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it could be run")
+        return left_s
 
     @contextmanager
     def _waiting_for_peer(self) -> Iterator[None]:

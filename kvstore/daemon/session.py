@@ -2,7 +2,7 @@
 
 Owns what each frame does to the store behind it. Does not know listeners or threads. Invariants: nothing but HELLO is
 read before the token was checked; a request is answered, or the connection is closed, but a peer never sees a fault's
-details; a payload is received into reused buffers. What gets are answered by is ``outgoing``'s.
+details. What gets are answered by is ``outgoing``'s, what becomes of puts is ``incoming``'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,14 +20,12 @@ import xxhash
 
 from kvstore import control, limits, sharing, wire
 from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.incoming import ADMISSION_WAIT_S_MAX, CheckedPuts, IncomingPuts
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.outgoing import Outgoing, PayloadBackend
-from kvstore.daemon.request import SCRATCH_BYTES, Connection, Request, neighbour_of
+from kvstore.daemon.request import SCRATCH_BYTES, Connection, Request
 from kvstore.errors import (
-    CapacityProtected,
-    DeadlineExceeded,
-    Overloaded,
     ProtocolError,
     StoreError,
     Unauthorized,
@@ -35,30 +33,17 @@ from kvstore.errors import (
 )
 from kvstore.framing import Channel, close_all
 from kvstore.keys import KEY_ALGORITHM, BlockName, SpaceId
-from kvstore.store import AckLevel, BlockPut, PutOutcome, Store
+from kvstore.store import Store
 from kvstore.traffic import TrafficClass
 
-ADMISSION_WAIT_S_MAX = 1.0
-"""How long a request waits for room in memory; meanwhile its sender is held back by the socket."""
 LAST_WORDS_S = 0.5
 """After a malformed frame the error is sent and the rest of what the peer sends is dropped for this long."""
 
 log = logging.getLogger("kvstore.daemon")
 
 
-class Backend(Store, PayloadBackend, Protocol):
+class Backend(CheckedPuts, Store, PayloadBackend, Protocol):
     """What is served: a store that also lends payloads, checks submitted checksums and verifies on request."""
-
-    def put(
-        self,
-        space_id: SpaceId,
-        blocks: Sequence[BlockPut],
-        *,
-        traffic_class: TrafficClass,
-        ack: AckLevel = ...,
-        deadline_s: float = ...,
-        checksums: Sequence[int] | None = ...,
-    ) -> list[PutOutcome]: ...
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool: ...
 
@@ -89,10 +74,11 @@ class Session:
         self._token = token
         self._monotonic = monotonic
         self._outgoing = Outgoing(backend, admission, self._load_rate, metrics, monotonic, lease_s)
+        self._incoming = IncomingPuts(backend, admission, metrics)
         self._handlers: dict[wire.Opcode, Callable[[Request], None]] = {
             wire.Opcode.LOOKUP: self._lookup,
             wire.Opcode.GET: self._outgoing.get,
-            wire.Opcode.PUT: self._put,
+            wire.Opcode.PUT: self._incoming.put,
             wire.Opcode.TOUCH: self._touch,
             wire.Opcode.PUT_STATE: self._put_state,
             wire.Opcode.GET_STATE: self._get_state,
@@ -100,7 +86,7 @@ class Session:
             wire.Opcode.SHARE: self._share,
             wire.Opcode.EXTENTS: self._outgoing.lend,
             wire.Opcode.RELEASE: self._outgoing.release,
-            wire.Opcode.PUT_LOCAL: self._put_local,
+            wire.Opcode.PUT_LOCAL: self._incoming.put_local,
         }
 
     # --- frames -----------------------------------------------------------------------------------------------------
@@ -208,62 +194,14 @@ class Session:
         except StoreError:
             return
 
-    def _left_s(self, request: Request) -> float:
-        left_s = request.deadline_s - self._monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded("the request's deadline passed before it could be run")
-        return left_s
-
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _lookup(self, request: Request) -> None:
         asked = wire.decode_lookup(request.body)
-        answer = self._backend.lookup(
-            asked.space_id, asked.names, states=asked.states, deadline_s=self._left_s(request)
-        )
+        answer = self._backend.lookup(asked.space_id, asked.names, states=asked.states, deadline_s=request.left_s())
         prefix = answer.prefix_blocks()
         load_s = self._load_rate.estimate_s(int(answer.payload_bytes[:prefix].sum(dtype=np.int64)))
         request.answer(wire.encode_lookup_reply(replace(answer, load_s_estimate=max(load_s, answer.load_s_estimate))))
-
-    def _put(self, request: Request) -> None:
-        asked = wire.decode_put(request.body)
-        if sum(row.payload_bytes for row in asked.rows) != request.header.payload_bytes:
-            raise ProtocolError("PUT's rows do not account for its payload")
-        outcomes: list[PutOutcome] = []
-        for rows in _groups(asked.rows, self._admission.buffer_bytes):
-            outcomes += self._put_group(request, asked, rows)
-        self._metrics.payload_in.inc(request.header.payload_bytes)
-        request.answer(wire.encode_put_reply(outcomes))
-
-    def _put_group(self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow]) -> list[PutOutcome]:
-        """Receive some blocks into one buffer and store them; what finds no room is refused, and the rest goes on."""
-        size = sum(row.payload_bytes for row in rows)
-        after = request.unread - size
-        try:
-            with self._admission.buffer(size, min(self._left_s(request), ADMISSION_WAIT_S_MAX)) as buffer:
-                request.receive_into(buffer)
-                return self._store(request, asked, rows, buffer)
-        except Overloaded as error:
-            self._metrics.error(error)
-            request.drop_payload(request.unread - after)
-            return [PutOutcome.REFUSED] * len(rows)
-
-    def _store(
-        self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: memoryview
-    ) -> list[PutOutcome]:
-        """Blocks whose payloads lie one after another in memory; what finds no room is refused."""
-        try:
-            return self._backend.put(
-                asked.space_id,
-                _blocks(rows, payloads),
-                traffic_class=TrafficClass(asked.traffic_class),
-                ack=asked.ack,
-                deadline_s=self._left_s(request),
-                checksums=[row.checksum for row in rows],
-            )
-        except (Overloaded, CapacityProtected) as error:
-            self._metrics.error(error)
-            return [PutOutcome.REFUSED] * len(rows)
 
     def _touch(self, request: Request) -> None:
         asked = wire.decode_touch(request.body)
@@ -271,7 +209,7 @@ class Session:
             asked.space_id,
             asked.names,
             traffic_class=TrafficClass(asked.traffic_class),
-            deadline_s=self._left_s(request),
+            deadline_s=request.left_s(),
         )
         request.answer(wire.encode_count(count))
 
@@ -280,18 +218,18 @@ class Session:
         size = request.header.payload_bytes
         if not 1 <= size <= limits.STATE_BYTES_MAX:
             raise ProtocolError(f"a state has 1..{limits.STATE_BYTES_MAX} bytes, not {size}")
-        with self._admission.buffer(size, min(self._left_s(request), ADMISSION_WAIT_S_MAX)) as buffer:
+        with self._admission.buffer(size, min(request.left_s(), ADMISSION_WAIT_S_MAX)) as buffer:
             request.receive_into(buffer)
             intact = xxhash.xxh3_64_intdigest(buffer) == asked.checksum
             kept = intact and self._backend.put_state(
-                asked.space_id, asked.name, buffer, flags=asked.flags, deadline_s=self._left_s(request)
+                asked.space_id, asked.name, buffer, flags=asked.flags, deadline_s=request.left_s()
             )
         self._metrics.payload_in.inc(size)
         request.answer(wire.encode_state_reply(found=kept))
 
     def _get_state(self, request: Request) -> None:
         asked = wire.decode_state(request.body)
-        found = self._backend.get_state(asked.space_id, asked.name, deadline_s=self._left_s(request))
+        found = self._backend.get_state(asked.space_id, asked.name, deadline_s=request.left_s())
         if found is None:
             request.answer(wire.encode_state_reply(found=False))
             return
@@ -302,7 +240,7 @@ class Session:
 
     def _control(self, request: Request) -> None:
         verb, args = control.decode_request(request.body)
-        result = control.encode_result(control.call(self._backend, verb, args, self._left_s(request)))
+        result = control.encode_result(control.call(self._backend, verb, args, request.left_s()))
         if len(result) > wire.CONTROL_REPLY_BYTES_MAX:
             raise ValueError(f"the answer to {verb} is larger than a frame may be: ask for less at once")
         request.answer(b"", len(result), (result,))
@@ -325,32 +263,3 @@ class Session:
             neighbour.close()
             raise ProtocolError("a connection shares memory once")
         connection.neighbour = neighbour
-
-    def _put_local(self, request: Request) -> None:
-        neighbour = neighbour_of(request)
-        offset, asked = sharing.decode_put_local(request.body)
-        size = sum(row.payload_bytes for row in asked.rows)
-        outcomes = self._store(request, asked, asked.rows, neighbour.arena(offset, size))
-        self._metrics.payload_in.inc(size)
-        request.answer(wire.encode_put_reply(outcomes))
-
-
-def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRow]]:
-    """Runs of rows whose payloads fit one buffer; a larger block stands alone."""
-    groups: list[list[wire.PutRow]] = []
-    held_bytes = 0
-    for row in rows:
-        if not groups or held_bytes + row.payload_bytes > bytes_max:
-            groups.append([])
-            held_bytes = 0
-        groups[-1].append(row)
-        held_bytes += row.payload_bytes
-    return groups
-
-
-def _blocks(rows: Sequence[wire.PutRow], buffer: memoryview) -> list[BlockPut]:
-    blocks, at = [], 0
-    for row in rows:
-        blocks.append(BlockPut(row.name, row.tokens, buffer[at : at + row.payload_bytes], row.flags))
-        at += row.payload_bytes
-    return blocks

@@ -1,0 +1,116 @@
+"""Puts on their way in: payloads received into reused buffers, or lying in memory that a neighbour shares.
+
+Owns PUT and PUT_LOCAL. Does not know where blocks are written, nor what else a connection may ask. Invariants: the
+payload of a refused block is read all the same, so that the next frame begins where it should; what is held in memory
+counts against the admission's budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstore import sharing, wire
+from kvstore.daemon.admission import Admission
+from kvstore.daemon.metrics import ServerMetrics
+from kvstore.daemon.request import Request, neighbour_of
+from kvstore.errors import CapacityProtected, Overloaded, ProtocolError
+from kvstore.keys import SpaceId
+from kvstore.store import AckLevel, BlockPut, PutOutcome
+from kvstore.traffic import TrafficClass
+
+ADMISSION_WAIT_S_MAX = 1.0
+"""How long a request waits for room in memory; meanwhile its sender is held back by the socket."""
+
+
+class CheckedPuts(Protocol):
+    """Stores blocks, each only if its payload has the checksum that it was submitted with."""
+
+    def put(
+        self,
+        space_id: SpaceId,
+        blocks: Sequence[BlockPut],
+        *,
+        traffic_class: TrafficClass,
+        ack: AckLevel = ...,
+        deadline_s: float = ...,
+        checksums: Sequence[int] | None = ...,
+    ) -> list[PutOutcome]: ...
+
+
+class IncomingPuts:
+    """Takes puts for one store. Stateless between requests."""
+
+    def __init__(self, backend: CheckedPuts, admission: Admission, metrics: ServerMetrics) -> None:
+        self._backend = backend
+        self._admission = admission
+        self._metrics = metrics
+
+    def put(self, request: Request) -> None:
+        asked = wire.decode_put(request.body)
+        if sum(row.payload_bytes for row in asked.rows) != request.header.payload_bytes:
+            raise ProtocolError("PUT's rows do not account for its payload")
+        outcomes: list[PutOutcome] = []
+        for rows in _groups(asked.rows, self._admission.buffer_bytes):
+            outcomes += self._put_group(request, asked, rows)
+        self._metrics.payload_in.inc(request.header.payload_bytes)
+        request.answer(wire.encode_put_reply(outcomes))
+
+    def put_local(self, request: Request) -> None:
+        neighbour = neighbour_of(request)
+        offset, asked = sharing.decode_put_local(request.body)
+        size = sum(row.payload_bytes for row in asked.rows)
+        outcomes = self._store(request, asked, asked.rows, neighbour.arena(offset, size))
+        self._metrics.payload_in.inc(size)
+        request.answer(wire.encode_put_reply(outcomes))
+
+    def _put_group(self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow]) -> list[PutOutcome]:
+        """Receive some blocks into one buffer and store them; what finds no room is refused, and the rest goes on."""
+        size = sum(row.payload_bytes for row in rows)
+        after = request.unread - size
+        try:
+            with self._admission.buffer(size, min(request.left_s(), ADMISSION_WAIT_S_MAX)) as buffer:
+                request.receive_into(buffer)
+                return self._store(request, asked, rows, buffer)
+        except Overloaded as error:
+            self._metrics.error(error)
+            request.drop_payload(request.unread - after)
+            return [PutOutcome.REFUSED] * len(rows)
+
+    def _store(
+        self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: memoryview
+    ) -> list[PutOutcome]:
+        """Blocks whose payloads lie one after another in memory; what finds no room is refused."""
+        try:
+            return self._backend.put(
+                asked.space_id,
+                _blocks(rows, payloads),
+                traffic_class=TrafficClass(asked.traffic_class),
+                ack=asked.ack,
+                deadline_s=request.left_s(),
+                checksums=[row.checksum for row in rows],
+            )
+        except (Overloaded, CapacityProtected) as error:
+            self._metrics.error(error)
+            return [PutOutcome.REFUSED] * len(rows)
+
+
+def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRow]]:
+    """Runs of rows whose payloads fit one buffer; a larger block stands alone."""
+    groups: list[list[wire.PutRow]] = []
+    held_bytes = 0
+    for row in rows:
+        if not groups or held_bytes + row.payload_bytes > bytes_max:
+            groups.append([])
+            held_bytes = 0
+        groups[-1].append(row)
+        held_bytes += row.payload_bytes
+    return groups
+
+
+def _blocks(rows: Sequence[wire.PutRow], buffer: memoryview) -> list[BlockPut]:
+    blocks, at = [], 0
+    for row in rows:
+        blocks.append(BlockPut(row.name, row.tokens, buffer[at : at + row.payload_bytes], row.flags))
+        at += row.payload_bytes
+    return blocks
