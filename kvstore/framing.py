@@ -1,8 +1,8 @@
 """Bounded frames over blocking sockets: deadlines, scatter and gather.
 
 Owns addresses, socket options and the moving of bytes. Does not know what a message means (``wire`` does). Invariants:
-with a deadline set, no call outlasts it, however slowly the peer trickles; nothing is allocated before its length was
-checked; payload bytes go straight into and out of the caller's buffers.
+with a deadline set, no call outlasts it by more than milliseconds, however slowly the peer trickles; nothing is
+allocated before its length was checked; payload bytes go straight into and out of the caller's buffers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ BUFFERS_PER_SEND = 512
 """Half of what the kernel takes in one sendmsg."""
 UNIX_PATH_BYTES_MAX = 107
 _WAIT_S_MIN = 0.001
+ARM_SLACK_S = 0.005
+"""How much longer than its deadline a call may last."""
 _TIMEVAL = struct.Struct("@ll")
 _PEER = struct.Struct("@iII")
 _ZEROS = bytes(64 * 1024)
@@ -126,13 +128,14 @@ class Channel:
     Without a deadline every call blocks until the peer acts or somebody shuts the socket down.
     """
 
-    __slots__ = ("_armed", "_deadline_s", "_monotonic", "_sock")
+    __slots__ = ("_armed_s", "_deadline_s", "_monotonic", "_sock")
 
     def __init__(self, sock: socket.socket, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._sock = sock
         self._monotonic = monotonic
         self._deadline_s: float | None = None
-        self._armed = False
+        self._armed_s: dict[int, float] = {}
+        """What the kernel was told, by option."""
 
     def set_deadline(self, deadline_s: float | None) -> None:
         """A point of the monotonic clock that no later call outlasts; None for no bound."""
@@ -308,21 +311,20 @@ class Channel:
                 raise Unavailable(f"the connection broke while receiving: {error.strerror or error}") from error
 
     def _arm(self, option: int) -> None:
-        """Let the kernel end the next call at the deadline."""
+        """Let the kernel end the next call at the deadline, or up to ARM_SLACK_S later: what it was told before serves
+        as long as it is that near, since telling it costs as much as a small call. Where it ends a call early, the
+        caller arms again.
+        """
+        armed_s = self._armed_s.get(option, 0.0)
         if self._deadline_s is None:
-            if self._armed:
-                self._set_timeouts(0.0)
-                self._armed = False
+            if armed_s:
+                self._set_timeout(option, 0.0)
             return
         left_s = self._deadline_s - self._monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the deadline passed")
-        self._armed = True
-        self._set_timeout(option, max(left_s, _WAIT_S_MIN))
-
-    def _set_timeouts(self, seconds: float) -> None:
-        self._set_timeout(socket.SO_RCVTIMEO, seconds)
-        self._set_timeout(socket.SO_SNDTIMEO, seconds)
+        if not left_s / 2 <= armed_s <= left_s + ARM_SLACK_S:
+            self._set_timeout(option, max(left_s, _WAIT_S_MIN))
 
     def _set_timeout(self, option: int, seconds: float) -> None:
         whole = int(seconds)
@@ -330,6 +332,7 @@ class Channel:
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(whole, int((seconds - whole) * 1_000_000)))
         except OSError as error:
             raise Unavailable(f"the connection is closed: {error.strerror or error}") from error
+        self._armed_s[option] = seconds
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         """Wake whoever is blocked on this channel; safe from another thread, and when it is closed already."""

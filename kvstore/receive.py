@@ -14,7 +14,7 @@ import xxhash
 
 from kvstore import extents, limits, record, wire
 from kvstore.errors import ProtocolError
-from kvstore.extents import ExtentStatus, Plan, Rows
+from kvstore.extents import ASK, LENT, Plan, Rows
 from kvstore.framing import Channel
 from kvstore.keys import BlockName, SpaceId
 from kvstore.record import HEADER_BYTES
@@ -57,7 +57,7 @@ class Scatter:
         """Receive the answer to what is asked into the views, verifying each payload while it is hot."""
         rows, _ = extents.decode_rows(body, "GET reply")
         lent = self.settle_rows(rows)
-        if ExtentStatus.ASK in rows["status"]:
+        if ASK in rows["status"]:
             raise ProtocolError("a node answered GET with a block to be asked for")
         plan = extents.plan(rows, lent, [self.sizes[at] for at in self.asked])
         if plan.total_bytes != header.payload_bytes:
@@ -80,9 +80,9 @@ class Scatter:
         if len(rows) != len(self.asked):
             raise ProtocolError("a node answered another number of blocks than asked")
         statuses = rows["status"]
-        lent = np.flatnonzero(statuses == ExtentStatus.LENT)
+        lent = np.flatnonzero(statuses == LENT)
         if len(lent) < len(rows):
-            for row in np.flatnonzero((statuses != ExtentStatus.LENT) & (statuses != ExtentStatus.ASK)).tolist():
+            for row in np.flatnonzero((statuses != LENT) & (statuses != ASK)).tolist():
                 self.statuses[self.asked[row]] = GetStatus(int(statuses[row]))
         return lent
 

@@ -17,7 +17,7 @@ import xxhash
 
 from kvstore import extents, local, receive, sharing, wire
 from kvstore.errors import DeadlineExceeded, ProtocolError
-from kvstore.extents import ExtentStatus, Rows
+from kvstore.extents import ASK, LENT, Rows
 from kvstore.framing import Channel
 from kvstore.keys import SpaceId
 from kvstore.link import Call, Hold
@@ -85,7 +85,7 @@ def _get_local(
 
 def _is_open(scatter: Scatter, at: int, status: int) -> bool:
     """Whether a block was not settled by its row, nor read and verified."""
-    return status == ExtentStatus.ASK or (status == ExtentStatus.LENT and not scatter.is_accepted(at))
+    return status == ASK or (status == LENT and not scatter.is_accepted(at))
 
 
 @dataclass(frozen=True, slots=True)

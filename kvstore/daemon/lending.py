@@ -22,7 +22,7 @@ from kvstore import limits
 from kvstore.daemon.ledger import Taken
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
-from kvstore.extents import ROW, ExtentStatus, Rows
+from kvstore.extents import ASK, LENT, ROW, ExtentStatus, Rows
 from kvstore.keys import SpaceId
 from kvstore.record import CODEC_NONE
 from kvstore.wire import PackedNames
@@ -63,7 +63,7 @@ class Loan:
         self._owed.append((lender, taken))
         here: npt.NDArray[np.intp] | slice = slice(None) if positions is None else positions
         rows = np.zeros(len(taken.found), ROW)
-        rows["status"] = np.where(taken.found, ExtentStatus.LENT, ExtentStatus.MISS)
+        rows["status"] = np.where(taken.found, LENT, ExtentStatus.MISS)
         for name in ("generation", "offset", "segment", "flags"):
             rows[name] = getattr(taken, name)
         for segment in taken.leases:
@@ -76,7 +76,7 @@ class Loan:
 
     def refuse_other_sizes(self, wanted_bytes: npt.NDArray[np.uint32]) -> None:
         """Lend only blocks of the lengths that are asked for."""
-        self.end((self.rows["status"] == ExtentStatus.LENT) & (self.payload_bytes != wanted_bytes), WRONG_SIZE)
+        self.end((self.rows["status"] == LENT) & (self.payload_bytes != wanted_bytes), WRONG_SIZE)
 
     def end(self, where: npt.NDArray[np.bool_] | int, status: ExtentStatus) -> None:
         """Lend these blocks no longer; the leases on their segments stay until the loan is closed."""
@@ -155,8 +155,8 @@ class Neighbour:
         The loan before it ends here; so does this one if there is nothing to read.
         """
         self._replace(loan, until_s)
-        loan.end((loan.rows["status"] == ExtentStatus.LENT) & (loan.codecs != CODEC_NONE), ExtentStatus.ASK)
-        lent = loan.rows["status"] == ExtentStatus.LENT
+        loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
+        lent = loan.rows["status"] == LENT
         if not lent.any():
             self.release()
             return loan.rows, False, []
@@ -171,7 +171,7 @@ class Neighbour:
                 continue
             number = self._number(life, fds)
             if number is None:
-                loan.end(mine, ExtentStatus.ASK)
+                loan.end(mine, ASK)
             else:
                 loan.rows["file"][mine] = number
                 lent &= ~mine  # else its number might be taken for another one's place in the loan

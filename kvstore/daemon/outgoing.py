@@ -21,7 +21,7 @@ from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.record import RecordHeader, encode_header
 from kvstore.daemon.request import Request, neighbour_of
 from kvstore.errors import Overloaded, ProtocolError
-from kvstore.extents import ExtentStatus, Plan
+from kvstore.extents import ASK, LENT, ExtentStatus, Plan
 from kvstore.framing import close_all
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.record import CODEC_NONE
@@ -95,7 +95,7 @@ class Outgoing:
         with ExitStack() as held:
             loan = held.enter_context(self._loan(asked))
             made = self._make(held, asked, loan)
-            lent = np.flatnonzero(loan.rows["status"] == ExtentStatus.LENT)
+            lent = np.flatnonzero(loan.rows["status"] == LENT)
             plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
             began_s = self._monotonic()
             request.answer(extents.encode_rows(loan.rows), plan.total_bytes, more=bool(plan.order))
@@ -108,17 +108,17 @@ class Outgoing:
         """What lies in files; of another kind of store, nothing does and everything is to be made."""
         if self._files is None:
             loan = Loan(len(asked.names))
-            loan.rows["status"] = ExtentStatus.ASK
+            loan.rows["status"] = ASK
             return loan
         loan = self._files.lend(asked.space_id, asked.names)
         loan.refuse_other_sizes(np.array(asked.wanted_bytes, np.uint32))
-        loan.end((loan.rows["status"] == ExtentStatus.LENT) & (loan.codecs != CODEC_NONE), ExtentStatus.ASK)
+        loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
         return loan
 
     def _make(self, held: ExitStack, asked: wire.GetRequest, loan: Loan) -> dict[int, tuple[bytes, Buffer]]:
         """Header and payload of each block that does not lie in a file as it is; its row says how that went."""
         made: dict[int, tuple[bytes, Buffer]] = {}
-        for at in np.flatnonzero(loan.rows["status"] == ExtentStatus.ASK).tolist():
+        for at in np.flatnonzero(loan.rows["status"] == ASK).tolist():
             name = asked.names[at]
             opened = self._backend.open_payload(asked.space_id, name)
             if opened is None:
@@ -128,7 +128,7 @@ class Outgoing:
                 lease = mine.enter_context(opened)
                 status = self._admit(mine, lease, asked.wanted_bytes[at])
                 loan.end(at, status)
-                if status is not ExtentStatus.LENT:
+                if status is not LENT:
                     continue
                 held.push(mine.pop_all())
                 loan.rows[at] = (0, at * MADE_SPACING, extents.MADE, extents.MADE, status, lease.flags, b"")
@@ -144,7 +144,7 @@ class Outgoing:
             mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0))
         except Overloaded:
             return ExtentStatus.UNREACHABLE
-        return ExtentStatus.LENT
+        return LENT
 
     def lend(self, request: Request) -> None:
         neighbour = neighbour_of(request)

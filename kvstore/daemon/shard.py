@@ -244,6 +244,7 @@ class Shard:
         plain = taken.found & (taken.codec == Codec.NONE)  # the others are counted when they are opened
         self._ledger.counters.hits += int(np.count_nonzero(plain))
         self._ledger.counters.misses += int(np.count_nonzero(~taken.found))
+        self._ledger.counters.extents_read += _extents(taken, plain)
         self._ledger.counters.bytes_read += int(taken.payload_bytes[plain].sum(dtype=np.int64))
         return taken
 
@@ -620,6 +621,14 @@ class Shard:
             pinned=bool(presence.pin_until_s[slot] > now_s),
             segment=int(row["segment"]),
         )
+
+
+def _extents(taken: Taken, where: npt.NDArray[np.bool_]) -> int:
+    """How many runs of records, each right behind the one before, the blocks make in whatever order they are read."""
+    places = taken.segment[where].astype(np.uint64) << np.uint64(32) | taken.offset[where]  # offsets are below 2^32
+    order = np.argsort(places)
+    begins, ends = places[order], (places + taken.record_bytes[where])[order]
+    return len(begins) - int(np.count_nonzero(begins[1:] == ends[:-1]))
 
 
 def _is_elsewhere(error: Exception) -> bool:

@@ -188,6 +188,26 @@ def _tensor_memory(size: int) -> Any:
     return torch.zeros(size, dtype=torch.uint8).numpy()
 
 
+def test_extents_are_counted_in_whatever_order_blocks_are_asked(tmp_path: Path) -> None:
+    """Blocks written together are one extent; a gap makes two; the same block twice is two reads."""
+    node = open_node(tmp_path, ManualClock())
+    space = node.register_space(a_space())
+    names = list(a_chain(space, 8).names)
+    node.put(space, puts_of(names, SIZE), traffic_class=AGENT)
+
+    def extents_of(asked: Sequence[BlockName]) -> int:
+        before = node.stats()["extents_read"]
+        node.lend(space, PackedNames.pack(asked)).close()
+        return int(node.stats()["extents_read"]) - int(before)
+
+    assert extents_of(names) == extents_of(names[::-1]) == extents_of(names[:1]) == 1
+    assert extents_of(names[:3] + names[5:]) == 2
+    assert extents_of([names[0], names[0]]) == 2
+    assert extents_of([*a_chain(space, 2, seed=9).names]) == 0
+    assert node.stats()["hits"] == 8 + 8 + 1 + 6 + 2
+    node.close()
+
+
 # --- the check itself -----------------------------------------------------------------------------------------------
 
 SPACE = SpaceId(bytes(range(32)))
