@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of one target with atheris.
+"""Coverage-guided fuzzing of one target, or of ``all`` by turns, with atheris.
 
     python -m tests.fuzz.explore TARGET [--runs N] [--seconds S] [--keep]
 
@@ -30,10 +30,10 @@ def fuzz(name: str, folder: Path, runs: int, seconds: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["kvstore"]):
-        from tests.fuzz.targets import TARGETS, inputs_of
-    for at, data in enumerate(inputs_of(name)):
+        from tests.fuzz.targets import ALL, TARGETS, inputs_of
+    target = ALL if name == "all" else TARGETS[name]
+    for at, data in enumerate(target.seeds() if name == "all" else inputs_of(name)):
         (folder / f"seed-{at}").write_bytes(data)
-    target = TARGETS[name]
 
     def once(data: bytes) -> None:
         try:
@@ -121,7 +121,7 @@ def main() -> int:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             timeout=given.seconds + 60,
         )
-        if given.keep and done.returncode == 0:
+        if given.keep and given.target != "all" and done.returncode == 0:
             keep(given.target, Path(folder))
         return done.returncode
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import disk_targets, wire_targets
+from tests.fuzz import disk_targets, reader_targets, wire_targets
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -25,6 +25,8 @@ TARGETS: dict[str, Target] = {
     "header": Target(wire_targets.header, wire_targets.header_seeds, 256),
     "control": Target(wire_targets.control_message, wire_targets.control_seeds),
     "conversation": Target(wire_targets.conversation, wire_targets.conversation_seeds),
+    "plan": Target(reader_targets.plan, reader_targets.plan_seeds, 512),
+    "reader": Target(reader_targets.reader, reader_targets.reader_seeds, 256),
     "record": Target(disk_targets.record, disk_targets.record_seeds, 320),
     "segment": Target(disk_targets.segment, disk_targets.segment_seeds, 512),
     "index": Target(disk_targets.index, disk_targets.index_seeds),
@@ -37,3 +39,17 @@ def inputs_of(name: str) -> list[bytes]:
     path = CORPUS / f"{name}.txt"
     kept = path.read_text().split() if path.exists() else []
     return [*TARGETS[name].seeds(), *map(bytes.fromhex, kept)]
+
+
+def _any(data: bytes) -> None:
+    """The first byte chooses a target; the rest is its input."""
+    if data:
+        list(TARGETS.values())[data[0] % len(TARGETS)].run(data[1:])
+
+
+def _any_seeds() -> list[bytes]:
+    return [bytes([at]) + data for at, name in enumerate(TARGETS) for data in inputs_of(name)]
+
+
+ALL = Target(_any, _any_seeds)
+"""All of them in one process: starting one takes longer than many inputs."""
