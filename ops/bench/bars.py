@@ -16,6 +16,8 @@ SMALL_SHARE_MIN = 0.6
 PRESENCE_BYTES_MAX = 40.0
 SOAK_GROWTH_MAX = 1.05
 """Of resident memory over a soak, the second half beside the first: what an allocator moves by itself."""
+MANY_BLOCKS_MIN = 100_000
+"""With fewer, what a daemon takes anyhow would count as theirs."""
 MANY = "many small blocks"
 SOAK = "soak"
 SMALL, WHOLE = 1 << 16, 1 << 20
@@ -52,7 +54,7 @@ def standings(
 
 
 def _of_memory(memory: Mapping[str, Mapping[str, float]]) -> Iterator[Standing]:
-    if MANY in memory:
+    if MANY in memory and memory[MANY]["blocks"] >= MANY_BLOCKS_MIN:
         # What the daemon grew by holds more than the presence map: this errs against the store.
         grown = memory[MANY]["anonymous_bytes_per_block"]
         yield _standing("memory: presence, bytes a block", PRESENCE_BYTES_MAX, grown, at_least=False)

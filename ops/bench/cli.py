@@ -29,7 +29,9 @@ TABLE_COLUMNS = 112
 
 @app.command()
 def store(
-    peers: Annotated[str, typer.Option(help="Compare with: redis, valkey, files; comma-separated.")] = "",
+    peers: Annotated[
+        str, typer.Option(help="Compare with: redis, valkey, lmcache, mooncake, files, rocksdb; comma-separated.")
+    ] = "",
     sizes: Annotated[str, typer.Option(help="Block sizes with units, comma-separated.")] = SIZES_DEFAULT,
     groups: Annotated[
         str, typer.Option(help="get, put, disk, cold, lookup, beside, mixed, restart; comma-separated. [default: all]")

@@ -21,7 +21,7 @@ from ops.bench.blocks import base_payload, names_of, stamp
 from ops.bench.echo import Echo
 from ops.bench.ground import READ_CAPACITY_FACTOR, BenchFailed, Filled, Ground, check, get, put
 from ops.bench.measure import Bar, Case, Contender, Kind
-from ops.bench.peers import Peer
+from ops.bench.peers import NO_SERVER, Peer
 
 LOOPBACK = "loopback send/recv"
 PREADV = "preadv"
@@ -244,8 +244,8 @@ def _writing(peer: Peer, size: int, views: Sequence[memoryview]) -> Contender:
 
 
 def _kind(peer: Peer) -> Kind:
-    """Plain files are no server: no bar counts them as a peer."""
-    return "baseline" if peer.name == "files" else "peer"
+    """What has no server no bar counts as a peer."""
+    return "baseline" if peer.name in NO_SERVER else "peer"
 
 
 def _limit_if(is_limit: bool) -> Kind:

@@ -1,6 +1,7 @@
-"""A client of a Redis-like server, in the environment of the peers: a script of its own that knows nothing of us.
+"""A client of another store, in the environment of the peers: a script of its own that knows nothing of us.
 
-Owns one connection and the buffers of what it puts. Needs redis (with hiredis) only. Invariants: what is got is
+Owns one connection and the buffers of what it puts. Needs what its store needs: redis (with hiredis) for Redis and
+Valkey, mooncake-transfer-engine, or rocksdb-py. Invariants: what is got is
 compared with what was put; the time is that of the client's calls alone.
 
     stdin   {"op": "put" | "get" | "exists", "size": BYTES, "batch": N}
@@ -9,7 +10,10 @@ compared with what was put; the time is that of the client's calls alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 import random
 import sys
 import time
@@ -85,23 +89,124 @@ def fastest(client: Any, op: str, blocks: Blocks) -> Way:
     return min(WAYS, key=lambda way: took_s[way])
 
 
+class RespSide:
+    """A server that speaks Redis's protocol; each operation goes the way that is the fastest for this batch."""
+
+    def __init__(self, where: str) -> None:
+        self._client = connection(where)
+        self.version = self._client.info("server").get("redis_version", "")
+        self._ways: dict[str, Way] = {}
+
+    def fill(self, blocks: Blocks) -> None:
+        self._ways.clear()
+        self._client.flushall()  # one shape at a time: memory is shared with what is measured
+        one_by_one(self._client, "put", blocks)
+
+    def timed(self, op: str, blocks: Blocks) -> tuple[bool, float]:
+        if op not in self._ways:
+            self._ways[op] = together if op == "exists" else fastest(self._client, op, blocks)
+        return timed(self._client, op, blocks, self._ways[op])
+
+
+class MooncakeSide:
+    """A Mooncake store whose memory this process lends, over TCP, from and into registered buffers."""
+
+    SEGMENT_BYTES = 1 << 30
+    version = "installed"
+
+    def __init__(self, where: str) -> None:
+        from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]
+
+        master, metadata = where.split(",")
+        self._store: Any = MooncakeDistributedStore()
+        self._base = 0
+        metadata = f"http://{metadata}/metadata"
+        if self._store.setup("127.0.0.1", metadata, self.SEGMENT_BYTES, 64 << 20, "tcp", "", master):
+            raise OSError("Mooncake's client could not be set up")
+
+    def fill(self, blocks: Blocks) -> None:
+        size, count = blocks.shape
+        if self._base:
+            self._store.unregister_buffer(self._base)
+        self._keys = [key.hex() for key in blocks.keys]
+        self._sizes = [size] * count
+        self._bytes = size * count
+        self._memory = mmap.mmap(-1, 2 * self._bytes)
+        self._memory[:] = b"".join(blocks.payloads) + bytes(self._bytes)
+        self._base = base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        if self._store.register_buffer(base, 2 * self._bytes):
+            raise OSError("Mooncake's client could not register its buffers")
+        self._sources = [base + at * size for at in range(count)]
+        self._targets = [base + self._bytes + at * size for at in range(count)]
+        self.timed("put", blocks)
+
+    def timed(self, op: str, blocks: Blocks) -> tuple[bool, float]:
+        if op == "put":
+            self._store.remove_all(True)  # not counted: a put of a key that is there does nothing
+        began_s = time.perf_counter()
+        if op == "put":
+            done = self._store.batch_put_from(self._keys, self._sources, self._sizes)
+        elif op == "get":
+            done = self._store.batch_get_into(self._keys, self._targets, self._sizes)
+        else:
+            done = self._store.batch_is_exist(self._keys)
+        took_s = time.perf_counter() - began_s
+        expected = {"put": 0, "get": blocks.shape[0], "exists": 1}[op]
+        same = op != "get" or self._memory[: self._bytes] == self._memory[self._bytes :]
+        return set(done) == {expected} and same, took_s
+
+
+class RocksSide:
+    """RocksDB in this process, blocks as plain values: a store of its own without a server."""
+
+    version = "installed"
+
+    def __init__(self, folder: str) -> None:
+        import rocksdbpy
+
+        options = rocksdbpy.Option()
+        options.create_if_missing(True)
+        self._rocks = rocksdbpy
+        self._database = rocksdbpy.open(folder, options)
+        self._keys: list[bytes] = []
+
+    def fill(self, blocks: Blocks) -> None:
+        for key in self._keys:
+            self._database.delete(key)
+        self._keys = blocks.keys
+        self.timed("put", blocks)
+
+    def timed(self, op: str, blocks: Blocks) -> tuple[bool, float]:
+        began_s = time.perf_counter()
+        if op == "put":
+            batch = self._rocks.WriteBatch()
+            for key, payload in zip(blocks.keys, blocks.payloads, strict=True):
+                batch.add(key, payload)
+            self._database.write(batch)
+            return True, time.perf_counter() - began_s
+        got = self._database.multi_get(blocks.keys, False)
+        took_s = time.perf_counter() - began_s
+        return [bytes(one) if one is not None else None for one in got] == blocks.payloads, took_s
+
+
+SIDES: dict[str, Callable[[str], Any]] = {"resp": RespSide, "mooncake": MooncakeSide, "rocksdb": RocksSide}
+
+
 def main() -> None:
-    client = connection(sys.argv[1])
-    print(json.dumps({"server": client.info("server").get("redis_version", "")}), flush=True)
+    # What a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    side = SIDES[sys.argv[1]](sys.argv[2])
+    print(json.dumps({"server": side.version}), file=answers)
     blocks = Blocks(1, 0)
-    ways: dict[str, Way] = {}
     for line in sys.stdin:
         command = json.loads(line)
         op = command["op"]
         if blocks.shape != (command["size"], command["batch"]):
-            ways.clear()
-            client.flushall()  # one shape at a time: memory is shared with what is measured
             blocks = Blocks(command["size"], command["batch"])
-            one_by_one(client, "put", blocks)
-        if op not in ways:
-            ways[op] = together if op == "exists" else fastest(client, op, blocks)
-        done, took_s = timed(client, op, blocks, ways[op])
-        print(json.dumps({"seconds": took_s} if done else {"error": f"{op} went wrong"}), flush=True)
+            side.fill(blocks)
+        done, took_s = side.timed(op, blocks)
+        print(json.dumps({"seconds": took_s} if done else {"error": f"{op} went wrong"}), file=answers)
 
 
 if __name__ == "__main__":

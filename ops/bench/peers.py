@@ -1,4 +1,4 @@
-"""Other stores on this machine: Redis and Valkey servers over TCP and a Unix socket, and plain files.
+"""Other stores on this machine: Redis, Valkey, Mooncake, RocksDB in its client's process, and plain files.
 
 Owns their processes and folders. Does not install anything: a peer that is not there is named, with what to install.
 Invariants: a peer holds no more than the blocks of one case; a server listens on loopback only, keeps nothing on disk,
@@ -21,10 +21,13 @@ from ops.bench.child import ChildFailed, heard, stop, tell
 from ops.bench.measure import Elsewhere
 
 START_S = 20.0
-PEERS = ("redis", "valkey", "files")
+PEERS = ("redis", "valkey", "lmcache", "mooncake", "files", "rocksdb")
+NO_SERVER = ("files", "rocksdb")
+"""In their client's own process: no bar counts them as a peer."""
 SERVERS = {"redis": "redis-server", "valkey": "valkey-server"}
 PACKAGES = {"redis": "redis-server", "valkey": "valkey-server (Debian 13 and later)"}
 REUSE_MEMORY = {
+    "MC_STORE_MEMCPY": "0",  # Mooncake's client copies within its own process otherwise, where a server would send
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(1 << 28),
@@ -101,17 +104,19 @@ class Files:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class RespPeer:
-    """A client process of a Redis-like server over one transport."""
+class ClientPeer:
+    """A client process of another store over one transport; ``server`` is None where the store is in the client."""
 
-    def __init__(self, name: str, server: subprocess.Popen[bytes], client: subprocess.Popen[bytes], owns: bool) -> None:
+    def __init__(
+        self, name: str, server: subprocess.Popen[bytes] | None, client: subprocess.Popen[bytes], owns: bool
+    ) -> None:
         self.name = name
         self._server = server
         self._client = client
         self._owns = owns
 
     def pids(self) -> Sequence[int]:
-        return self._server.pid, self._client.pid
+        return (self._client.pid,) if self._server is None else (self._server.pid, self._client.pid)
 
     def read(self, size: int, views: Sequence[memoryview]) -> Elsewhere | None:
         return self._ask("get", size, len(views))
@@ -128,7 +133,7 @@ class RespPeer:
 
     def close(self) -> None:
         stop(self._client)
-        if self._owns:
+        if self._owns and self._server is not None:
             stop(self._server)
 
 
@@ -142,7 +147,7 @@ def start(names: Sequence[str], folder: Path, python: str) -> tuple[list[Peer], 
             peers.append(Files(folder / "peer-files"))
             continue
         try:
-            found, version = _start_resp(name, folder, python)
+            found, version = _start_one(name, folder, python)
         except (ChildFailed, OSError) as error:
             skipped.append(Skipped(name, str(error)))
         else:
@@ -151,9 +156,68 @@ def start(names: Sequence[str], folder: Path, python: str) -> tuple[list[Peer], 
     return peers, skipped, versions
 
 
+def _start_one(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
+    """One peer's clients and version. Raises ChildFailed that says what to install."""
+    if name == "lmcache":
+        raise ChildFailed("this bench has no client of LMCache: compare with its own benchmark")
+    if name == "mooncake":
+        return _start_mooncake(folder, python)
+    if name == "rocksdb":
+        client = _client(python, name, str(folder / "peer-rocksdb"))
+        return [ClientPeer(name, None, client, owns=False)], _greeted(client, python)
+    return _start_resp(name, folder, python)
+
+
+def _start_mooncake(folder: Path, python: str) -> tuple[list[Peer], str]:
+    """A master with its metadata server, and a client that lends it memory."""
+    program = _program("mooncake_master", python)
+    if program is None:
+        raise ChildFailed(
+            f"mooncake_master is not installed: {python} -m pip install mooncake-transfer-engine-non-cuda"
+        )
+    master, metadata, metrics = (_free_port() for _ in range(3))
+    command = [program, f"--rpc_port={master}", f"--metrics_port={metrics}", "--enable_http_metadata_server=true"]
+    command += ["--http_metadata_server_host=127.0.0.1", f"--http_metadata_server_port={metadata}"]
+    with (folder / "mooncake.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _await(lambda: _listens(master) and _listens(metadata), server)
+        client = _client(python, "mooncake", f"127.0.0.1:{master},127.0.0.1:{metadata}")
+        version = _greeted(client, python)
+    except BaseException:
+        stop(server)
+        raise
+    return [ClientPeer("mooncake tcp", server, client, owns=True)], version
+
+
+def _program(name: str, python: str) -> str | None:
+    """A program on the path, or beside the peers' Python: packages bring some servers."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(python).parent))
+
+
+def _client(python: str, kind: str, where: str) -> subprocess.Popen[bytes]:
+    command = [python, str(CLIENT), kind, where]
+    environment = {**os.environ, **REUSE_MEMORY}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def _greeted(client: subprocess.Popen[bytes], python: str) -> str:
+    """The version that a client tells. Raises ChildFailed, the client ended."""
+    try:
+        return _greeting(client, python)
+    except BaseException:
+        stop(client)
+        raise
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _start_resp(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
     """A server and two clients, one a transport. Raises ChildFailed that says what to install."""
-    program = shutil.which(SERVERS[name])
+    program = _program(SERVERS[name], python)
     if program is None:
         raise ChildFailed(f"{SERVERS[name]} is not installed: apt-get install {PACKAGES[name]}")
     unix = folder / f"{name}.sock"
@@ -167,15 +231,10 @@ def _start_resp(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
         _await(unix.exists, server)
         peers: list[Peer] = []
         for transport, where in (("tcp", f"127.0.0.1:{port}"), ("unix", f"unix:{unix}")):
-            client = subprocess.Popen(
-                [python, str(CLIENT), where],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, **REUSE_MEMORY},
-            )
+            client = _client(python, "resp", where)
             clients.append(client)
             version = _greeting(client, python)
-            peers.append(RespPeer(f"{name} {transport}", server, client, owns=transport == "unix"))
+            peers.append(ClientPeer(f"{name} {transport}", server, client, owns=transport == "unix"))
     except BaseException:
         for process in (*clients, server):
             stop(process)

@@ -23,7 +23,7 @@ from ops.bench.echo import Echo
 from ops.bench.ground import BenchFailed, Filled, Ground
 from ops.bench.loads import Loads
 from ops.bench.measure import Bar, Case, Contender, Elsewhere
-from ops.bench.peers import Peer
+from ops.bench.peers import NO_SERVER, Peer
 from ops.bench.served import StoreProcess
 
 SET = "set in this process"
@@ -87,7 +87,7 @@ def lookup_cases(ground: Ground, store: Filled, chains: Sequence[Sequence[BlockN
                 Contender(SET, "limit", count, _member(kept, present)),
                 _round_trip(echo, Buffers(request_bytes, 1).views, count),
             )
-            peers = (_existing(peer, count) for peer in ground.peers if peer.name != "files")
+            peers = (_existing(peer, count) for peer in ground.peers if peer.name not in NO_SERVER)
             mine = Contender("reprise", "store", count, hits, pids=store.process.pids)
             notes = (f"{stored} blocks stored",)
             yield Case("look-up present", "keys", (mine, *limits, *peers), (bar,), batch=count, notes=notes)

@@ -55,7 +55,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -
     table = Table(title=title, title_justify="left")
     for heading in headings:
         table.add_column(
-            heading, justify="left" if heading in ("case", "limit", "best peer") else "right", no_wrap=True
+            heading, justify="left" if heading in ("case", "limit", "best peer", *BARS) else "right", no_wrap=True
         )
     for row in rows:
         table.add_row(*row)

@@ -110,7 +110,7 @@ def test_a_run_says_where_and_how_it_was_made(quick_run: tuple[dict[str, Any], P
         (["--sizes", "1GiB"], "multiples of 4 KiB"),
         (["--sizes", ","], "multiples of 4 KiB"),
         (["--groups", "gets"], "there are no groups gets; there are get, put"),
-        (["--peers", "mysql"], "there are no peers mysql; there are redis, valkey, files"),
+        (["--peers", "mysql"], "there are no peers mysql; there are redis, valkey, lmcache, mooncake, files, rocksdb"),
         (["--data", "/nonexistent/folder"], "No such file"),
     ],
 )
@@ -303,6 +303,6 @@ def test_bars_that_are_missed_say_by_how_much() -> None:
     result = Result("reprise", "store", (3.0,), 1, 1.0, 1.0, 1.0)
     other = Result("preadv", "limit", (5.0,), 1, 1.0, 1.0, 1.0)
     case = Measured("get", "B", 1 << 20, 64, (result, other), (Bar("rate", 0.8, "preadv"), Bar("rate", 2.0, "peer")))
-    memory = {"many small blocks": {"anonymous_bytes_per_block": 50.0}, "soak": {"growth": 1.0}}
+    memory = {"many small blocks": {"blocks": 1e6, "anonymous_bytes_per_block": 50.0}, "soak": {"growth": 1.0}}
     words = [standing.word for standing in standings([case], memory, {0: case.label})]
     assert words == ["short by 25%", "not compared", "short by 25%", "met"]
