@@ -89,7 +89,7 @@ def _panel(axis: Any, name: str, cases: Sequence[Measured]) -> None:
     axis.set_yticks(range(len(cases)), [case.label.removeprefix(name).strip() for case in cases])
     axis.set_ylim(len(cases) - 0.5, -0.5)
     axis.set_xlim(0, RATIO_MAX * 1.35)
-    axis.axvline(1.0, color=LINE, linewidth=0.8)
+    axis.axvline(1.0, color=LINE, linewidth=0.8, zorder=0)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
 
@@ -97,7 +97,7 @@ def _panel(axis: Any, name: str, cases: Sequence[Measured]) -> None:
 def _bar(axis: Any, at: float, value: float, colour: str, said: str) -> None:
     length = min(value, RATIO_MAX)
     axis.barh(at, length, height=0.36, color=colour)
-    axis.text(length + 0.08, at, f"{value:.2f}  {said}", va="center", fontsize=9)
+    axis.text(length + 0.08, at, f"{value:.2f}  {said}", va="center", fontsize=9, bbox={"color": "white", "pad": 0.5})
 
 
 def speed_of(case: Measured) -> str:
