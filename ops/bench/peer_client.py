@@ -112,6 +112,8 @@ class MooncakeSide:
     """A Mooncake store whose memory this process lends, over TCP, from and into registered buffers."""
 
     SEGMENT_BYTES = 1 << 30
+    PUTS_MAX = 512
+    """At once: its TCP transport refuses transfers beyond a queue's length."""
     version = "installed"
 
     def __init__(self, where: str) -> None:
@@ -145,7 +147,10 @@ class MooncakeSide:
             self._store.remove_all(True)  # not counted: a put of a key that is there does nothing
         began_s = time.perf_counter()
         if op == "put":
-            done = self._store.batch_put_from(self._keys, self._sources, self._sizes)
+            done = []
+            for at in range(0, len(self._keys), self.PUTS_MAX):
+                part = slice(at, at + self.PUTS_MAX)
+                done += self._store.batch_put_from(self._keys[part], self._sources[part], self._sizes[part])
         elif op == "get":
             done = self._store.batch_get_into(self._keys, self._targets, self._sizes)
         else:
