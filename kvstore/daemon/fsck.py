@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore.daemon.catalog import decode_catalog
 from kvstore.daemon.files import Files
-from kvstore.daemon.index import Index, IndexContent, IndexDamaged, entry_of
+from kvstore.daemon.index import Index, IndexContent, IndexDamaged, entry_of, keys_in
 from kvstore.daemon.record import Mark, MarkReason, RecordHeader
 from kvstore.daemon.scrub import Verdict, scrub_segment
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment, SegmentDamaged
@@ -239,10 +239,10 @@ def _count(run: _Check, segment: Segment, verdict: Verdict, known_end: int, *, i
 def _compare(run: _Check, content: IndexContent) -> None:
     """Index against segments, both ways."""
     report = run.report
-    report.index_entries = len(content.keys)
+    report.index_entries = len(content.rows)
     faults_before = sum(report.findings_by_kind.values())
     indexed: set[tuple[int, int]] = set()
-    for key, row in zip(content.keys, content.rows, strict=True):
+    for key, row in zip(keys_in(content.rows), content.rows, strict=True):
         place = (int(row["segment"]), int(row["offset"]))
         indexed.add(place)
         if run.generations.get(place[0]) != int(row["generation"]) or place in run.dead:

@@ -1,9 +1,10 @@
 """The index: metadata of every stored block in RocksDB, a mirror on disk of the presence map.
 
 Owns the entry's bytes, the database and its disk budget. Does not know payloads, policy or deadlines: an entry keeps
-touches, and a deadline follows from touches and the rules in force. Invariants: the index is derived (segments
-rebuild it); each batch is atomic and carries the count of entries, so that a silent loss is found at the next load;
-its directory stays within the budget, because RocksDB's own files are compacted by rewriting and its log is cut;
+touches, and a deadline follows from touches and the rules in force. Entries are found by place (segment and offset), so
+that memory needs no full key to change or drop one. Invariants: the index is derived (segments rebuild it); each batch
+is atomic and carries the count of entries, so that a silent loss is found at the next load; its directory stays within
+the budget, because it is copied into a fresh database when it is half full, beside the writers, and its log is cut;
 after one failed write nothing is written until the whole index was rewritten, because RocksDB stays read-only after an
 error of the disk, and a batch after a lost one would hide the loss.
 
@@ -15,12 +16,15 @@ Its iterators abort the process if they outlive their database: they never leave
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,12 @@ import numpy.typing as npt
 import rocksdbpy
 
 from kvstore.daemon.files import disk_bytes, sync_directory
-from kvstore.daemon.record import TOUCHES_MAX, RecordHeader
-from kvstore.errors import VolumeError
+from kvstore.daemon.record import RECORD_ALIGN, TOUCHES_MAX, RecordHeader
+from kvstore.daemon.tombstones import Tombstone
 from kvstore.keys import BlockKey
 from kvstore.limits import GIB, KEY_BYTES, KIB, MIB
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -59,25 +63,36 @@ ENTRY_DTYPE = np.dtype(
         ("touch_class", "u1", (TOUCHES_MAX,)),
     ]
 )
-"""One index value, and one row of the presence map: the same bytes."""
+"""One index value."""
 
 _ENTRY = struct.Struct(f"<32sIIQQQqIIIBBBB16s32s32s{TOUCHES_MAX}I{TOUCHES_MAX}B")
-_PLACE = struct.Struct("<32xI4xQQQ8xII4xBB2x16s32x32s20x")
 ENTRY_BYTES = _ENTRY.size
-assert ENTRY_DTYPE.itemsize == ENTRY_BYTES == _PLACE.size
+assert ENTRY_DTYPE.itemsize == ENTRY_BYTES
 
 _BLOCK, _TOMBSTONE, _EXTENT, _META = b"b", b"t", b"s", b"m"
 _COUNT_KEY = _META + b"count"
 _COUNT = struct.Struct("<QI")
 _EXTENT_VALUE = struct.Struct("<QQ")
 _TOMBSTONE_VALUE = struct.Struct("<BQ")
+_JOIN_S_MAX = 30.0
+PAGE_AT_START = 65_536
+"""Entries read at once while nobody else waits."""
+log = logging.getLogger(__name__)
 _SPACE_AMPLIFICATION = 5
 """Bytes on disk per byte of entry that the budget allows for: levels, WAL, and both copies during a compaction."""
+
+_PAGE = 256
+"""Pairs that are copied, or entries that are read, under one hold of the lock: about a millisecond."""
 
 _REWRITE_BYTES_MIN = MIB
 """Free bytes without which a rewrite is not begun, beside those of the entries."""
 
 Rows = npt.NDArray[np.void]
+Places = npt.NDArray[np.uint64]
+"""Segment in the upper half, page of 4 KiB in the lower."""
+NO_ROWS: Rows = np.zeros(0, dtype=ENTRY_DTYPE)
+NO_PLACES: Places = np.zeros(0, dtype=np.uint64)
+_PLACE_BITS = np.uint64(32)
 _RocksError = rocksdbpy.RocksDBException
 
 
@@ -98,34 +113,34 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Tombstone:
-    """Why (a ``Presence`` value) and when a block was removed."""
-
-    reason: int
-    when_s: int
-
-
-@dataclass(frozen=True, slots=True)
 class IndexBatch:
-    """One atomic change of the index."""
+    """One atomic change of the index. ``removed``: places whose entries go. ``tombstones`` by fingerprint."""
 
-    entries: Sequence[tuple[BlockKey, bytes]] = ()
-    removed: Sequence[BlockKey] = ()
+    rows: Rows = field(default_factory=lambda: NO_ROWS)
+    removed: Places = field(default_factory=lambda: NO_PLACES)
     extents: Mapping[int, Extent] = field(default_factory=dict)
-    tombstones: Mapping[BlockKey, Tombstone | None] = field(default_factory=dict)
+    tombstones: Mapping[int, Tombstone | None] = field(default_factory=dict)
     """None forgets one."""
     blocks: int = 0
     """Entries that the index holds after this batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class IndexContent:
-    """Everything that an index holds. ``rows[i]`` belongs to ``keys[i]``."""
+class IndexSummary:
+    """What an index holds beside its entries, and how many of these there should be."""
 
-    keys: list[BlockKey]
+    blocks: int
+    extents: dict[int, Extent]
+    tombstones: dict[int, Tombstone]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexContent:
+    """Everything that an index holds."""
+
     rows: Rows
     extents: dict[int, Extent]
-    tombstones: dict[BlockKey, Tombstone]
+    tombstones: dict[int, Tombstone]
 
 
 def entry_of(header: RecordHeader) -> bytes:
@@ -159,7 +174,7 @@ def entry_of(header: RecordHeader) -> bytes:
 
 def entries_of(headers: Iterable[RecordHeader]) -> Rows:
     """The index values of many records, as one array."""
-    return np.frombuffer(b"".join([entry_of(header) for header in headers]), dtype=ENTRY_DTYPE)
+    return np.frombuffer(bytearray(b"".join([entry_of(header) for header in headers])), dtype=ENTRY_DTYPE)
 
 
 def keys_in(rows: Rows) -> list[BlockKey]:
@@ -168,11 +183,10 @@ def keys_in(rows: Rows) -> list[BlockKey]:
     return [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
 
 
-def place_in(entry: bytes) -> tuple[int, int, int, int, int, int, int, int, bytes, bytes]:
-    """Of an index value: segment, generation, offset, checksum, stored and payload bytes, flags, codec, token digest,
-    space id. (Ten times faster than through numpy.)
-    """
-    return _PLACE.unpack(entry)
+def place_words(rows: Rows) -> Places:
+    """Where the records of index values lie."""
+    pages: Places = rows["offset"] // np.uint64(RECORD_ALIGN)
+    return (rows["segment"].astype(np.uint64) << _PLACE_BITS) | pages
 
 
 def blocks_max(budget_bytes: int) -> int:
@@ -193,8 +207,12 @@ class Index:
         """None where a rewrite closed the old one and could not open the new one."""
         self._lock = threading.Lock()
         self._unmeasured_bytes = 0
+        self._copying: threading.Thread | None = None
+        self._copy: Index | None = None
+        """A fresh database that is being filled from this one; what is written meanwhile goes into both."""
         self.closed = False
         self.refusing = False
+        self.compactions = 0
 
     @classmethod
     def open(cls, path: Path, budget_bytes: int) -> Index:
@@ -225,32 +243,56 @@ class Index:
 
     def load(self) -> IndexContent | None:
         """The whole content; None for a new, empty index. Raises IndexDamaged if it is not what was last written."""
+        summary = self.summary()
+        if summary is None:
+            return None
+        rows = np.concatenate([NO_ROWS, *self.pages(PAGE_AT_START)])
+        if len(rows) != summary.blocks:
+            raise IndexDamaged(f"the index should hold {summary.blocks} entries and holds {len(rows)}")
+        return IndexContent(rows, summary.extents, summary.tombstones)
+
+    def summary(self) -> IndexSummary | None:
+        """All but the entries; None for a new, empty index. Raises IndexDamaged."""
         with self._lock:
             try:
-                return self._load()
-            except _RocksError as error:
+                return self._summary()
+            except (_RocksError, struct.error) as error:
                 raise IndexDamaged(f"the index cannot be read: {error}") from error
-            except struct.error as error:
-                raise IndexDamaged(f"the index holds a value of another length: {error}") from error
+
+    def pages(self, page: int = _PAGE) -> Iterator[Rows]:
+        """All entries by place, in pages, so that nothing is held between two of them. Raises IndexDamaged."""
+        begin = _BLOCK
+        while True:
+            pairs = self._pairs_from(begin, page)
+            mine = [pair for pair in pairs if pair[0].startswith(_BLOCK)]
+            if mine:
+                yield _rows_of(mine)
+            if len(mine) < page:
+                return
+            begin = mine[-1][0] + b"\0"
+
+    def values(self, places: Places) -> tuple[Rows, npt.NDArray[np.int64]]:
+        """The entries at some places, and which of the places have one. Raises IndexDamaged."""
+        keys = place_keys(places)
+        found: list[tuple[bytes, bytes]] = []
+        at: list[int] = []
+        for begin in range(0, len(keys), _PAGE):
+            with self._lock:
+                if self._database is None:
+                    raise IndexDamaged("the index cannot be read now")
+                try:
+                    for place, key in enumerate(keys[begin : begin + _PAGE], begin):
+                        value = self._database.get(key)
+                        if value is not None:
+                            found.append((key, value))
+                            at.append(place)
+                except _RocksError as error:
+                    raise IndexDamaged(f"the index cannot be read: {error}") from error
+        return _rows_of(found), np.array(at, dtype=np.int64)
 
     def write(self, batch: IndexBatch) -> None:
         """Apply a batch. Raises IndexRefused; nothing of it is then applied, nor of any other before a rewrite."""
-        rocks = rocksdbpy.WriteBatch()
-        size = 0
-        for key, value in batch.entries:
-            rocks.add(_BLOCK + key, value)
-            size += ENTRY_BYTES
-        for key in batch.removed:
-            rocks.delete(_BLOCK + key)
-        for segment, extent in batch.extents.items():
-            rocks.add(_EXTENT + struct.pack(">I", segment), _EXTENT_VALUE.pack(extent.generation, extent.end))
-        for key, tombstone in batch.tombstones.items():
-            if tombstone is None:
-                rocks.delete(_TOMBSTONE + key)
-            else:
-                rocks.add(_TOMBSTONE + key, _TOMBSTONE_VALUE.pack(tombstone.reason, tombstone.when_s))
-        rocks.add(_COUNT_KEY, _COUNT.pack(batch.blocks, INDEX_VERSION))
-        size += 64 * (len(batch.removed) + len(batch.extents) + len(batch.tombstones) + 1)
+        rocks, size = _encoded(batch)
         with self._lock:
             if self.refusing or self._database is None:
                 self.refusing = True
@@ -261,22 +303,14 @@ class Index:
                 self.refusing = True
                 raise IndexRefused(str(error)) from error
             self._unmeasured_bytes += size
+            if self._copy is not None:
+                try:
+                    self._copy.write(batch)
+                except IndexRefused:
+                    self._copy = None  # whoever fills it sees that, and gives up
 
-    def keys_after(self, cursor: bytes) -> Iterator[BlockKey]:
-        """Keys of entries beyond ``cursor``, ascending, read in pages, so that nothing is held between two of them.
-
-        Raises VolumeError.
-        """
-        page = 512
-        while True:
-            keys = self._page_after(cursor, page)
-            yield from keys
-            if len(keys) < page:
-                return
-            cursor = keys[-1]
-
-    def compact_if_due(self, content: Iterable[IndexBatch]) -> bool:
-        """Once a share of the budget has been written, measure; if over half of it is used, rewrite from ``content``.
+    def compact_if_due(self) -> bool:
+        """Once a share of the budget has been written, measure; if over half of it is used, begin to ``compact``.
 
         RocksDB's Python binding has no compaction call, and deleted entries and logs stay until levels merge.
         """
@@ -285,10 +319,47 @@ class Index:
                 return False
             self._unmeasured_bytes = 0
             self._cut_logs()
-            if disk_bytes(self._path) <= self._budget_bytes // 2:
+            if self._copying is not None and self._copying.is_alive():
                 return False
-        self.rewrite(content)
+            if self.closed or self.refusing or disk_bytes(self._path) <= self._budget_bytes // 2:
+                return False
+            self._copying = threading.Thread(target=self.compact, name="index", daemon=True)
+            self._copying.start()
         return True
+
+    def compact(self) -> bool:
+        """Copy everything into a fresh database, a page at a time beside readers and writers, and go on with that."""
+        fresh = _fresh(self._path)
+        shutil.rmtree(fresh, ignore_errors=True)
+        copy: Index | None = None
+        try:
+            copy = Index(fresh, self._budget_bytes, _open_database(fresh, self._budget_bytes))
+            with self._lock:
+                self._copy = copy
+            begin = b""
+            while True:
+                with self._lock:
+                    if self.closed or self.refusing or self._copy is not copy:
+                        return False
+                    pairs = self._pairs_locked(begin, _PAGE)
+                    if not pairs:
+                        self._copy = None
+                        copy.close()
+                        self._swap(fresh)
+                        self.compactions += 1
+                        return True
+                    copy._put_pairs(pairs)
+                    begin = pairs[-1][0] + b"\0"
+                time.sleep(0)  # let whoever waits for the lock or the interpreter go first
+        except (IndexDamaged, IndexRefused, OSError, _RocksError) as error:
+            log.error("index_not_compacted problem=%r", error)
+            return False
+        finally:
+            with self._lock:
+                self._copy = None
+            if copy is not None:
+                copy.close()
+            shutil.rmtree(fresh, ignore_errors=True)
 
     def rewrite(self, content: Iterable[IndexBatch]) -> None:
         """Replace the database by a fresh one with this content; a crash leaves the old or the new one.
@@ -317,7 +388,7 @@ class Index:
             facts = os.statvfs(self._path.parent)
         except OSError:
             return False
-        needed = _SPACE_AMPLIFICATION * blocks * (ENTRY_BYTES + KEY_BYTES) // 2 + _REWRITE_BYTES_MIN
+        needed = _SPACE_AMPLIFICATION * blocks * (ENTRY_BYTES + 16) // 2 + _REWRITE_BYTES_MIN
         return facts.f_bavail * facts.f_frsize >= needed
 
     def _swap(self, fresh: Path) -> None:
@@ -339,57 +410,61 @@ class Index:
 
     def close(self) -> None:
         with self._lock:
-            if not self.closed:
-                self.closed = True
-                self._close_database()
+            self.closed = True
+            copying = self._copying
+        if copying is not None and copying is not threading.current_thread():
+            copying.join(timeout=_JOIN_S_MAX)
+        with self._lock:
+            self._close_database()
 
     def _close_database(self) -> None:
         database, self._database = self._database, None
         if database is not None:
             database.close()
 
-    def _load(self) -> IndexContent | None:
+    def _summary(self) -> IndexSummary | None:
         if self._database is None:
             raise IndexDamaged("the index is closed")
         count = self._database.get(_COUNT_KEY)
-        keys: list[BlockKey] = []
-        values: list[bytes] = []
-        extents: dict[int, Extent] = {}
-        tombstones: dict[BlockKey, Tombstone] = {}
-        for key, value in _iterate(self._database, b""):
-            kind = key[:1]
-            if kind == _BLOCK and len(key) == 1 + KEY_BYTES and len(value) == ENTRY_BYTES:
-                keys.append(BlockKey(key[1:]))
-                values.append(value)
-            elif kind == _EXTENT and len(key) == 5:
-                extents[int.from_bytes(key[1:], "big")] = Extent(*_EXTENT_VALUE.unpack(value))
-            elif kind == _TOMBSTONE and len(key) == 1 + KEY_BYTES:
-                tombstones[BlockKey(key[1:])] = Tombstone(*_TOMBSTONE_VALUE.unpack(value))
-            elif kind != _META:
-                raise IndexDamaged("the index holds an entry of unknown form")
         if count is None:
-            if keys or extents:
+            if next(_iterate(self._database, b""), None) is not None:
                 raise IndexDamaged("the index has lost its count of entries")
             return None
         blocks, version = _COUNT.unpack(count)
-        if version != INDEX_VERSION or blocks != len(keys):
-            raise IndexDamaged(f"the index should hold {blocks} entries of version {version} and holds {len(keys)}")
-        return IndexContent(keys, np.frombuffer(b"".join(values), dtype=ENTRY_DTYPE), extents, tombstones)
+        if version != INDEX_VERSION:
+            raise IndexDamaged(f"the index has version {version}, not {INDEX_VERSION}")
+        extents: dict[int, Extent] = {}
+        tombstones: dict[int, Tombstone] = {}
+        for key, value in _iterate(self._database, _META):
+            if key.startswith(_EXTENT):
+                extents[int.from_bytes(key[1:], "big")] = Extent(*_EXTENT_VALUE.unpack(value))
+            elif key.startswith(_TOMBSTONE) and len(key) == 9:
+                tombstones[int.from_bytes(key[1:], "big")] = Tombstone(*_TOMBSTONE_VALUE.unpack(value))
+            elif not key.startswith(_META):
+                raise IndexDamaged("the index holds an entry of unknown form")
+        return IndexSummary(blocks, extents, tombstones)
 
-    def _page_after(self, cursor: bytes, count: int) -> list[BlockKey]:
-        keys: list[BlockKey] = []
+    def _pairs_from(self, begin: bytes, count: int) -> list[tuple[bytes, bytes]]:
         with self._lock:
-            if self._database is None:
-                raise VolumeError("the index cannot be read now")
-            try:
-                for key, _ in _iterate(self._database, _BLOCK + cursor):
-                    if key[:1] != _BLOCK or len(keys) == count:
-                        break
-                    if key[1:] != cursor:
-                        keys.append(BlockKey(key[1:]))
-            except _RocksError as error:
-                raise VolumeError(f"the index cannot be read: {error}") from error
-        return keys
+            return self._pairs_locked(begin, count)
+
+    def _pairs_locked(self, begin: bytes, count: int) -> list[tuple[bytes, bytes]]:
+        if self._database is None:
+            raise IndexDamaged("the index cannot be read now")
+        iterator: Any = self._database.iterator(mode="from", key=begin, direction=1)
+        try:
+            return list(islice(iterator, count))
+        except _RocksError as error:
+            raise IndexDamaged(f"the index cannot be read: {error}") from error
+        finally:
+            iterator.close()
+
+    def _put_pairs(self, pairs: list[tuple[bytes, bytes]]) -> None:
+        rocks = rocksdbpy.WriteBatch()
+        for key, value in pairs:
+            rocks.add(key, value)
+        if self._database is not None:
+            self._database.write(rocks)
 
     def _cut_logs(self) -> None:
         """RocksDB never rotates its human-readable log here (the binding has no option): keep it from growing."""
@@ -399,6 +474,45 @@ class Index:
                     entry.unlink()
                 elif entry.stat().st_blocks * 512 > 128 * KIB:
                     os.truncate(entry, 0)
+
+
+def place_keys(places: Places) -> list[bytes]:
+    """Database keys of entries."""
+    data = places.astype(">u8").tobytes()
+    return [_BLOCK + data[at : at + 8] for at in range(0, len(data), 8)]
+
+
+def _rows_of(pairs: list[tuple[bytes, bytes]]) -> Rows:
+    """Entries from their pairs. Raises IndexDamaged."""
+    data = b"".join([value for _, value in pairs])
+    if len(data) != ENTRY_BYTES * len(pairs):
+        raise IndexDamaged("the index holds an entry of unknown form")
+    rows: Rows = np.frombuffer(data, dtype=ENTRY_DTYPE)
+    keys = b"".join([key[1:] for key, _ in pairs])
+    if keys != place_words(rows).astype(">u8").tobytes():
+        raise IndexDamaged("an entry of the index lies at another place than it says")
+    return rows
+
+
+def _encoded(batch: IndexBatch) -> tuple[Any, int]:
+    """A batch for RocksDB, and about how many bytes it writes."""
+    rocks = rocksdbpy.WriteBatch()
+    for key in place_keys(batch.removed):
+        rocks.delete(key)
+    data = batch.rows.tobytes()
+    for at, key in enumerate(place_keys(place_words(batch.rows))):
+        rocks.add(key, data[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
+    for segment, extent in batch.extents.items():
+        rocks.add(_EXTENT + struct.pack(">I", segment), _EXTENT_VALUE.pack(extent.generation, extent.end))
+    for fingerprint, tombstone in batch.tombstones.items():
+        if tombstone is None:
+            rocks.delete(_TOMBSTONE + struct.pack(">Q", fingerprint))
+        else:
+            value = _TOMBSTONE_VALUE.pack(tombstone.reason, tombstone.when_s)
+            rocks.add(_TOMBSTONE + struct.pack(">Q", fingerprint), value)
+    rocks.add(_COUNT_KEY, _COUNT.pack(batch.blocks, INDEX_VERSION))
+    others = len(batch.removed) + len(batch.extents) + len(batch.tombstones) + 1
+    return rocks, len(data) + 64 * others
 
 
 def _iterate(database: Any, begin: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -1,6 +1,6 @@
-"""What a shard holds: the presence map and the index, changed together under one lock, and the leases on segments.
+"""What a shard holds: the presence map and the index, changed together, and the leases on segments.
 
-Owns that lock. Does not write records or choose victims. Invariants: memory and index agree after every method, or
+Owns the locks. Does not write records or choose victims. Invariants: memory and index agree after every method, or
 the index's count of entries betrays it at the next start and it is rebuilt; a place handed out keeps its segment from
 being recycled until it is given back.
 """
@@ -17,14 +17,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.daemon.index import Extent, Index, IndexBatch, IndexRefused, Rows, Tombstone, keys_in, place_in
-from kvstore.daemon.presence import PresenceMap
+from kvstore.daemon.fingerprints import Slots
+from kvstore.daemon.headers import are_whole, headers_in, rows_of
+from kvstore.daemon.index import Extent, Index, IndexBatch, IndexDamaged, IndexRefused, Rows, keys_in
+from kvstore.daemon.presence import PresenceMap, digest_words, fingerprints_in, key_words
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
+from kvstore.daemon.tombstones import Tombstone
 from kvstore.keys import BlockKey, BlockName, SpaceId
-from kvstore.limits import KEY_BYTES
 from kvstore.store import Presence
 
 log = logging.getLogger(__name__)
@@ -44,16 +46,20 @@ _TAKEN_DTYPE = np.dtype(
 
 
 class Place(NamedTuple):
-    """Where a block lies, as of the moment it was looked up. (A frozen dataclass takes four times as long to make.)"""
+    """Where a block lies, as of the moment it was looked up. (A frozen dataclass takes four times as long to make.)
+
+    ``fingerprint`` and ``slot`` say which row of the presence map that was.
+    """
 
     segment: Segment
     generation: int
     offset: int
-    stored_bytes: int
+    record_bytes: int
     payload_bytes: int
     codec: int
     flags: int
-    checksum: int
+    fingerprint: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +83,23 @@ class Taken:
 
 
 class Ledger:
-    """Thread-safe; ``lock`` is reentrant and held for microseconds (the index is written under it)."""
+    """Thread-safe. ``lock`` (inner) guards the map and leases and is held for microseconds by whoever asks or reads;
+    ``journal`` (outer) orders all changes, and is held while the index takes them. Both are reentrant.
+    """
 
     def __init__(self, segments: SegmentSet, presence: PresenceMap, index: Index, counters: Counters) -> None:
+        self.journal = threading.RLock()
         self.lock = threading.RLock()
         self.segments = segments
         self.presence = presence
         self.index = index
         self.counters = counters
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold both locks, in their order: for changes that depend on what is there."""
+        with self.journal, self.lock:
+            yield
 
     @contextlib.contextmanager
     def leased(self, space_id: SpaceId, name: BlockName, now_s: float) -> Iterator[Place | None]:
@@ -99,10 +114,8 @@ class Ledger:
     def take(self, space_id: SpaceId, name: BlockName, now_s: float) -> Place | None:
         """As ``leased``; the caller gives the place back."""
         with self.lock:
-            slot = self.presence.slot(name.key)
+            slot = self.presence.find(space_id, name.key, name.token_digest)
             if slot < 0 or not self.presence.is_alive(slot, now_s):
-                return None
-            if not self.presence.matches(slot, space_id, name.token_digest):
                 return None
             place = self.place(slot)
             if place is not None:
@@ -115,34 +128,34 @@ class Ledger:
 
     def take_many(self, space_id: SpaceId, keys: bytes, token_digests: bytes, now_s: float) -> Taken:
         """As ``take``, for many keys at once: ``keys`` are 32 bytes each, ``token_digests`` 16. Give it back whole."""
-        count = len(keys) // KEY_BYTES
-        columns = np.zeros(count, dtype=_TAKEN_DTYPE)
+        words, digests = key_words(keys), digest_words(token_digests)
+        columns = np.zeros(len(words), dtype=_TAKEN_DTYPE)
+        leases: dict[Segment, int] = {}
         with self.lock:
-            presence = self.presence
-            slots = presence.slots(
-                [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)], count
-            )
-            served = presence.served(slots, space_id, np.frombuffer(token_digests, dtype="<u8").reshape(-1, 2), now_s)
-            rows = presence.rows[slots[served]]
-            leases: dict[Segment, int] = {}
-            known = np.ones(len(rows), dtype=bool)
-            for number in np.unique(rows["segment"]).tolist():
+            presence, shapes = self.presence, self.presence.shapes
+            slots = presence.slots(words)
+            served = presence.served(slots, words, space_id, digests, now_s)
+            slots = slots[served]
+            segments = presence.segments_of(slots)
+            offsets, record_bytes = presence.offsets_of(slots), presence.record_bytes_of(slots)
+            shape = presence.shape_of(slots)
+            payload_bytes, codec, flags = shapes.payload_bytes[shape], shapes.codec[shape], shapes.flags[shape]
+            numbers, which, counts = np.unique(segments, return_inverse=True, return_counts=True)
+            generations = np.zeros(len(numbers), dtype=np.uint64)
+            for at, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
                 segment = self.segments.segments.get(number)
-                here = rows["segment"] == number
-                if segment is None:
-                    known &= ~here
-                    continue
-                here &= rows["generation"] == segment.header.generation
-                known &= here | (rows["segment"] != number)
-                leases[segment] = int(here.sum())
-                segment.leases += leases[segment]
-        rows, places = rows[known], served[known]
-        for name in ("segment", "generation", "offset", "payload_bytes", "codec", "flags"):
-            columns[name][places] = rows[name]
-        columns["record_bytes"][places] = (
-            (rows["stored_bytes"] + HEADER_BYTES + RECORD_ALIGN - 1) // RECORD_ALIGN * RECORD_ALIGN
+                if segment is not None:  # a file that vanished is let go before its rows
+                    generations[at] = segment.header.generation
+                    segment.leases += count
+                    leases[segment] = count
+        columns["segment"][served], columns["generation"][served] = segments, generations[which.ravel()]
+        columns["offset"][served], columns["record_bytes"][served] = offsets, record_bytes
+        columns["payload_bytes"][served], columns["codec"][served], columns["flags"][served] = (
+            payload_bytes,
+            codec,
+            flags,
         )
-        columns["found"][places] = True
+        columns["found"][served] = True
         return Taken(**{name: columns[name] for name in _TAKEN_DTYPE.names or ()}, leases=leases)
 
     def give_back_many(self, taken: Taken) -> None:
@@ -154,81 +167,104 @@ class Ledger:
 
     def place(self, slot: int) -> Place | None:
         """Place of a row, unleased; None if its segment is gone."""
-        found = self._place(slot)
-        return found[0] if found is not None else None
-
-    def _place(self, slot: int) -> tuple[Place, bytes, bytes] | None:
-        """Place, token digest and space id of a row."""
-        number, generation, offset, checksum, stored_bytes, payload_bytes, flags, codec, token_digest, space_id = (
-            place_in(self.presence.entry(slot))
-        )
-        segment = self.segments.segments.get(number)
-        if segment is None or segment.header.generation != generation:
+        presence = self.presence
+        word = int(presence.places[slot])
+        segment = self.segments.segments.get(word >> 32)
+        if segment is None:
             return None
-        place = Place(segment, generation, offset, stored_bytes, payload_bytes, codec, flags, checksum)
-        return place, token_digest, space_id
+        at = np.array([slot])
+        shape = presence.shapes.shape(int(presence.shape_of(at)[0]))
+        return Place(
+            segment,
+            segment.header.generation,
+            (word & 0xFFFFFFFF) * RECORD_ALIGN,
+            int(presence.record_bytes_of(at)[0]),
+            shape.payload_bytes,
+            shape.codec,
+            shape.flags,
+            int(presence.fingerprints_of(at)[0]),
+            slot,
+        )
 
-    def is_at(self, key: BlockKey, place: Place) -> bool:
-        """Whether the key's row still names this very record."""
-        slot = self.presence.slot(key)
-        if slot < 0:
-            return False
-        row = self.presence.rows[slot]
-        here = (int(row["segment"]), int(row["generation"]), int(row["offset"]))
-        return here == (place.segment.number, place.generation, place.offset)
+    def is_at(self, place: Place) -> bool:
+        """Whether the row still names this very record."""
+        with self.lock:
+            word = (place.segment.number << 32) | (place.offset // RECORD_ALIGN)
+            here = int(self.presence.places[place.slot]) == word and place.segment.header.generation == place.generation
+            return here and int(self.presence.fingerprints_of(np.array([place.slot]))[0]) == place.fingerprint
 
     def store(self, rows: Rows, segments: Iterable[Segment], pins_s: Mapping[BlockKey, int]) -> None:
         """Add or replace rows (of ``ENTRY_DTYPE``, no key twice) whose records are written: one index batch.
 
         Raises IndexRefused; nothing has changed then.
         """
-        keys = keys_in(rows)
-        with self.lock:
-            added = sum(self.presence.slot(key) < 0 for key in keys)
-            forgotten = {key: None for key in keys if self.presence.tombstone(key)}
-            entries = [(key, row.tobytes()) for key, row in zip(keys, rows, strict=True)]
+        fingerprints = fingerprints_in(rows)
+        pins = {at: pins_s[key] for at, key in enumerate(keys_in(rows)) if key in pins_s} if pins_s else {}
+        with self.journal:
+            with self.lock:
+                slots = self.presence.find_all(fingerprints)
+                removed = self.presence.places[slots[slots >= 0]]
+                buried = fingerprints[self.presence.tombstones.reasons(fingerprints) != 0]
             batch = IndexBatch(
-                entries=entries,
+                rows=rows,
+                removed=removed,
                 extents={segment.number: Extent(segment.header.generation, segment.end) for segment in segments},
-                tombstones=forgotten,
-                blocks=len(self.presence) + added,
+                tombstones=dict.fromkeys(buried.tolist()),
+                blocks=len(self.presence) + int((slots < 0).sum()),
             )
             self.index.write(batch)
-            for key, entry in entries:
-                self.presence.add(key, entry, pins_s.get(key, 0))
+            with self.lock:
+                self.presence.tombstones.forget(buried)
+                self.presence.insert(rows, pins)
 
-    def touch(self, keys: Iterable[BlockKey], class_byte: int, now_s: int) -> None:
+    def touch(self, slots: Slots, class_byte: int, now_s: int) -> None:
         """Count a use of present blocks by a class."""
-        with self.lock:
-            changed: list[tuple[BlockKey, bytes]] = []
-            for key in keys:
-                slot = self.presence.slot(key)
-                if slot >= 0 and self.presence.touch(slot, class_byte, now_s):
-                    changed.append((key, self.presence.entry(slot)))
-            if changed:
-                self._write(IndexBatch(entries=changed, blocks=len(self.presence)))
+        with self.journal:
+            with self.lock:
+                worth = self.presence.worth_touching(slots, class_byte, now_s).tolist()
+                changed = np.array(
+                    [slot for slot in worth if self.presence.touch(slot, class_byte, now_s)], dtype=np.int64
+                )
+            if not len(changed):
+                return
+            try:
+                found, at = self.index.values(self.presence.places[changed])
+                rows = found.copy()
+                self.presence.write_touches(rows, changed[at])
+                self._write(IndexBatch(rows=rows, blocks=len(self.presence)))
+            except IndexDamaged as error:
+                self.index.refusing = True
+                self._not_written(error)
 
-    def forget(self, reasons: Mapping[BlockKey, Presence], when_s: int) -> None:
-        """Drop rows; lookups say why from now on."""
-        with self.lock:
-            tombstones: dict[BlockKey, Tombstone | None] = {}
-            removed = [key for key in reasons if self.presence.slot(key) >= 0]
-            for key in removed:
-                tombstones |= self.presence.remove(key, Tombstone(reasons[key], when_s))
-            if removed:
-                self._write(IndexBatch(removed=removed, tombstones=tombstones, blocks=len(self.presence)))
+    def forget(self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int) -> None:
+        """Drop rows, each once; lookups say why from now on."""
+        if not len(slots):
+            return
+        with self.changing():
+            fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
+            self.presence.remove(slots)
+            forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
+            tombstones: dict[int, Tombstone | None] = {
+                fingerprint: Tombstone(reason, when_s)
+                for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
+            }
+            tombstones |= dict.fromkeys(forgotten.tolist())
+            self._write(IndexBatch(removed=places, tombstones=tombstones, blocks=len(self.presence)))
 
-    def quarantine(self, key: BlockKey, place: Place, now_s: int) -> bool:
+    def forget_one(self, slot: int, reason: Presence, when_s: int) -> None:
+        self.forget(np.array([slot]), np.array([reason], dtype=np.uint8), when_s)
+
+    def quarantine(self, place: Place, now_s: int) -> bool:
         """Stop serving a record that failed verification; the caller holds a lease. False if it had
         moved on already.
         """
-        with self.lock:
-            if not self.is_at(key, place):
+        with self.changing():
+            if not self.is_at(place):
                 return False
             self.counters.quarantined += 1
             with contextlib.suppress(OSError):
                 self.mark(place, Mark(MarkReason.QUARANTINED, now_s))
-            self.forget({key: Presence.QUARANTINED}, now_s)
+            self.forget_one(place.slot, Presence.QUARANTINED, now_s)
         log.error("block_quarantined segment=%d offset=%d", place.segment.number, place.offset)
         return True
 
@@ -246,29 +282,25 @@ class Ledger:
             if place is not None:
                 place.segment.mark(place.offset, mark)
 
-    def forget_dead(self, key: BlockKey, place: Place, mark: Mark) -> None:
+    def forget_dead(self, place: Place, mark: Mark) -> None:
         """Drop the row of a record whose mark says that it was removed (the index had lost the removal)."""
         removed = mark.reason.value in (Presence.EXPIRED, Presence.EVICTED, Presence.QUARANTINED, Presence.PURGED)
-        with self.lock:
-            if self.is_at(key, place):
-                self.forget({key: Presence(mark.reason.value) if removed else Presence.EVICTED}, mark.when_s)
+        with self.changing():
+            if self.is_at(place):
+                self.forget_one(place.slot, Presence(mark.reason.value) if removed else Presence.EVICTED, mark.when_s)
 
     def compact_if_due(self) -> None:
         """Keep the index within its budget."""
-        with self.lock:
-            if self.index.closed or not self.mend_index():
-                return
-            try:
-                self.counters.index_compactions += self.index.compact_if_due(self.content())
-            except (IndexRefused, OSError) as error:
-                self.counters.index_errors += 1
-                log.error("index_not_compacted problem=%r", error)
+        if not self.index.closed and self.mend_index():
+            self.index.compact_if_due()
 
     def mend_index(self) -> bool:
-        """Whether the index takes writes: one that refused is written anew from memory, once there is room for that."""
-        with self.lock:
-            if not self.index.refusing:
-                return True
+        """Whether the index takes writes: one that refused is written anew, once there is room for that, from the map
+        and the headers of the records that it names.
+        """
+        if not self.index.refusing:
+            return True
+        with self.journal:
             if self.index.closed or not self.index.has_room_to_rewrite(len(self.presence)):
                 return False
             try:
@@ -277,20 +309,52 @@ class Ledger:
                 self.counters.index_errors += 1
                 log.error("index_not_mended problem=%r", error)
                 return False
-            if len(self.presence):  # a new shard's index is written for the first time
-                log.warning("index_mended blocks=%d", len(self.presence))
+            log.warning("index_mended blocks=%d", len(self.presence))
             return True
 
     def content(self) -> Iterator[IndexBatch]:
-        """The whole ledger as index batches; the last one carries extents and the count."""
-        keys = [self.presence.key(int(slot)) for slot in self.presence.used.nonzero()[0]]
-        for begin in range(0, len(keys), _PAGE):
-            page = [(key, self.presence.entry(self.presence.slot(key))) for key in keys[begin : begin + _PAGE]]
-            yield IndexBatch(entries=page, blocks=begin + len(page))
+        """The whole ledger as index batches; the last one carries extents and the count.
+
+        A row whose record cannot be read any more is dropped: its block would be a miss. Raises OSError.
+        """
+        blocks = 0
+        for segment in list(self.segments.segments.values()):
+            slots = self.presence.in_segment(segment.number)
+            for begin in range(0, len(slots), _PAGE):
+                page = slots[begin : begin + _PAGE]
+                rows, bad = self._rows_at(segment, page)
+                for slot in page[bad].tolist():
+                    self._drop_unreadable(slot)
+                blocks += len(rows)
+                yield IndexBatch(rows=rows, blocks=blocks)
         buried = list(self.presence.tombstones.items())
         for begin in range(0, len(buried), _PAGE):
-            yield IndexBatch(tombstones=dict(buried[begin : begin + _PAGE]), blocks=len(keys))
-        yield IndexBatch(extents=self.extents(), blocks=len(keys))
+            yield IndexBatch(tombstones=dict(buried[begin : begin + _PAGE]), blocks=blocks)
+        yield IndexBatch(extents=self.extents(), blocks=blocks)
+
+    def _rows_at(self, segment: Segment, slots: Slots) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """Index rows of some slots of a segment, from their records; and which slots have none."""
+        offsets = self.presence.offsets_of(slots)
+        data = bytearray()
+        for offset in offsets.tolist():
+            try:
+                data += segment.files.read(segment.fd, HEADER_BYTES, offset).ljust(HEADER_BYTES, b"\0")
+            except OSError:
+                data += bytes(HEADER_BYTES)
+        headers = headers_in(bytes(data))
+        good = are_whole(headers, segment.number, segment.header.generation, offsets)
+        rows = rows_of(headers[good])
+        good[good] = fingerprints_in(rows) == self.presence.fingerprints_of(slots[good])
+        rows = rows_of(headers[good])
+        self.presence.write_touches(rows, slots[good])
+        return rows, ~good
+
+    def _drop_unreadable(self, slot: int) -> None:
+        self.counters.corrupt += 1
+        with self.changing():
+            fingerprint = self.presence.fingerprints_of(np.array([slot]))
+            self.presence.remove(np.array([slot]))
+            self.presence.tombstones.bury(fingerprint, np.array([Presence.QUARANTINED], dtype=np.uint8), 0)
 
     def extents(self) -> dict[int, Extent]:
         return {
@@ -304,5 +368,8 @@ class Ledger:
         try:
             self.index.write(batch)
         except IndexRefused as error:
-            self.counters.index_errors += 1
-            log.error("index_not_written problem=%r", error)
+            self._not_written(error)
+
+    def _not_written(self, error: Exception) -> None:
+        self.counters.index_errors += 1
+        log.error("index_not_written problem=%r", error)

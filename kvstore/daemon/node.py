@@ -31,7 +31,7 @@ from kvstore.daemon.codec import compress
 from kvstore.daemon.files import Files
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
-from kvstore.daemon.presence import FOREVER_S, digest_words
+from kvstore.daemon.presence import FOREVER_S, digest_words, key_words
 from kvstore.daemon.record import checksum_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Pins, Shard
@@ -69,7 +69,7 @@ from kvstore.store import (
     StateEntry,
 )
 from kvstore.traffic import ClassRules, TrafficClass
-from kvstore.wire import PackedNames, keys_of, token_digests_of
+from kvstore.wire import PackedNames, keys_of
 
 SPACES_IN_STATS = 256
 """Spaces that stats list by themselves; the smaller ones are summed up as ``other``."""
@@ -207,11 +207,11 @@ class Node:
         self._check_open()
         check_count(names, LOOKUP_KEYS_MAX, "a lookup", "keys")
         now_s = self._clock.now_s()
-        keys = keys_of(names)
-        digests = digest_words(token_digests_of(names))
-        presence, flags, sizes = self._shards[0].presence_of(space_id, keys, digests, now_s)
+        packed = PackedNames.pack(names)
+        words, digests = key_words(packed.keys), digest_words(packed.token_digests)
+        presence, flags, sizes = self._shards[0].presence_of(space_id, words, digests, now_s)
         for shard in self._shards[1:]:
-            other, other_flags, other_sizes = shard.presence_of(space_id, keys, digests, now_s)
+            other, other_flags, other_sizes = shard.presence_of(space_id, words, digests, now_s)
             better = (other == Presence.PRESENT) | ((presence == Presence.NEVER) & (other != Presence.NEVER))
             better &= presence != Presence.PRESENT
             presence, flags, sizes = (
@@ -221,7 +221,7 @@ class Node:
             )
         found: tuple[StateEntry, ...] = ()
         if states:
-            parents: dict[bytes, int] = {key: index for index, key in enumerate(keys)}
+            parents: dict[bytes, int] = {key: index for index, key in enumerate(keys_of(packed))}
             found = self._states.under(space_id, {**parents, bytes(space_id): -1})
         answer = Lookup(presence, flags, sizes, found)
         prefix = answer.prefix_blocks()

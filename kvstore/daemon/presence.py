@@ -1,29 +1,41 @@
 """The presence map: every stored block in memory, so that a lookup of a whole prompt costs one call and no disk.
 
-Owns the map from key to row, the deadlines derived from touches, and the tombstones that say why a block is gone.
-Does not know files or locks: its shard guards it. Invariants: a row is the index entry byte for byte; a deadline is
-the maximum over touches of touch + keep_for of the class, or the pin's end where that is later; nothing past its
-deadline is PRESENT. Memory: about 350 bytes a block.
+Owns a compact row for each block: fingerprint (the first 8 bytes of the key), a check of the rest of the key and of
+the token digest, place, length, shape, and touches; deadlines are computed for the rows asked. Full keys, checksums and
+parents are in the index and in the records. Does not know files or locks: its shard guards it. Invariants: a deadline
+is the maximum over touches of touch + keep_for of the class, or the pin's end where that is later; nothing past its
+deadline is PRESENT; two keys with one fingerprint are never both here, and neither is taken for the other but by a
+chance of 2^-32, in which case what the reader verifies makes it a miss. Memory: 39 bytes a block, more only for blocks
+that several classes touched and for pins.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.daemon.index import ENTRY_DTYPE, Rows, Tombstone
-from kvstore.daemon.record import TOUCHES_MAX
+from kvstore.daemon.fingerprints import FingerprintTable, Slots, Words, grown
+from kvstore.daemon.index import Rows, place_words
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX
+from kvstore.daemon.shapes import Shapes
+from kvstore.daemon.tombstones import Tombstones
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.store import Presence
 from kvstore.traffic import ClassRules
 
-Slots = npt.NDArray[np.int64]
+Touches = tuple[tuple[int, int], ...]
+"""Pairs of class byte and last touch in seconds, the latest first."""
 FOREVER_S = 2**62
 """End of a pin without an end."""
 _ROWS_FIRST = 1024
+_MORE = np.uint16(0x8000)
+"""In ``_units``: this row has further touches or a pin, in dictionaries."""
+_PLACE_BITS = np.uint64(32)
+_WORD = np.uint64(29)
+assert (64 * 1024 * 1024 + HEADER_BYTES) // RECORD_ALIGN + 1 < _MORE
 
 
 def keep_for_table(rules: ClassRules) -> npt.NDArray[np.int64]:
@@ -31,219 +43,323 @@ def keep_for_table(rules: ClassRules) -> npt.NDArray[np.int64]:
     return np.array([rules.keep_for_s(class_byte) for class_byte in range(256)], dtype=np.int64)
 
 
-def keep_until(rows: Rows, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Deadline of each row: the maximum over its touches."""
-    classes = rows["touch_class"]
-    ends = rows["touch_s"].astype(np.int64) + keep_for_s[classes]
-    deadlines: npt.NDArray[np.int64] = np.where(classes != 0, ends, 0).max(axis=-1)
-    return deadlines
-
-
-def merge_touch(row: np.void, class_byte: int, now_s: int, keep_for_s: npt.NDArray[np.int64]) -> bool:
-    """Count a use in a row; False if nothing worth an index write changed.
+def merge_touch(touches: Touches, class_byte: int, now_s: int, keep_for_s: npt.NDArray[np.int64]) -> Touches | None:
+    """Count a use; None if nothing worth an index write changed.
 
     A touch that advances its class's deadline by less than 1/1024 of keep_for is dropped from memory and disk alike,
-    so that a
-    hot block costs no write a use, and a restart changes no deadline.
+    so that a hot block costs no write a use, and a restart changes no deadline.
     """
-    classes, times = row["touch_class"], row["touch_s"]
     keep_for = int(keep_for_s[class_byte])
-    known = np.flatnonzero(classes == class_byte)
-    if known.size:
-        place = int(known[0])
-        if (now_s - int(times[place])) * 1024 < keep_for or now_s <= int(times[place]):
-            return False
-    else:
-        empty = np.flatnonzero(classes == 0)
-        place = int(empty[0]) if empty.size else _earliest(classes, times, keep_for_s)
-        if not empty.size and int(times[place]) + int(keep_for_s[classes[place]]) >= now_s + keep_for:
-            return False
-    classes[place], times[place] = class_byte, now_s
-    return True
+    others = [pair for pair in touches if pair[0] != class_byte]
+    for _, touch_s in (pair for pair in touches if pair[0] == class_byte):
+        if (now_s - touch_s) * 1024 < keep_for or now_s <= touch_s:
+            return None
+    if len(others) == TOUCHES_MAX:
+        earliest = min(others, key=lambda pair: pair[1] + int(keep_for_s[pair[0]]))
+        if earliest[1] + int(keep_for_s[earliest[0]]) >= now_s + keep_for:
+            return None
+        others.remove(earliest)
+    return latest_first([(class_byte, now_s), *others])
 
 
-def _earliest(classes: npt.NDArray[np.uint8], times: npt.NDArray[np.uint32], keep_for_s: npt.NDArray[np.int64]) -> int:
-    assert len(classes) == TOUCHES_MAX
-    return int(np.argmin(times.astype(np.int64) + keep_for_s[classes]))
+def latest_first(touches: Iterable[tuple[int, int]]) -> Touches:
+    return tuple(sorted(touches, key=lambda pair: -pair[1]))
 
 
-def space_words(space_id: SpaceId) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(space_id, dtype="<u8")
+def key_words(keys: bytes) -> Words:
+    """Shape [n, 4]; the first word in the order of the keys' bytes."""
+    words = np.frombuffer(keys, dtype=">u8").reshape(-1, 4)
+    return words.astype(np.uint64)
 
 
-def digest_words(digests: Sequence[TokenDigest]) -> npt.NDArray[np.uint64]:
+def digest_words(digests: bytes) -> Words:
     """Shape [n, 2]."""
-    return np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+
+
+def fingerprint_of(key: BlockKey) -> int:
+    return int.from_bytes(key[:8], "big")
+
+
+def fingerprints_in(rows: Rows) -> Words:
+    """Fingerprints of index rows."""
+    return np.ascontiguousarray(rows["key"])[:, 0].byteswap()
 
 
 class PresenceMap:
-    """Keys to rows. ``rows``, ``keep_until_s``, ``pin_until_s``, ``used``, ``checked`` are columns by slot, and reused.
+    """Rows by slot. ``rows_expected``: for how many to reserve memory, which becomes real as they come."""
 
-    ``checked``: the record's header was written or read by this process; what a start loads is not.
-    """
-
-    def __init__(self, keep_for_s: npt.NDArray[np.int64], tombstones_max: int) -> None:
+    def __init__(self, keep_for_s: npt.NDArray[np.int64], tombstones_max: int, rows_expected: int = 0) -> None:
         self.keep_for_s = keep_for_s
-        self._tombstones_max = tombstones_max
-        self._slots: dict[BlockKey, int] = {}
-        self._keys: list[BlockKey | None] = []
-        self._free: list[int] = []
-        self.rows: Rows = np.zeros(_ROWS_FIRST, dtype=ENTRY_DTYPE)
-        self.keep_until_s = np.zeros(_ROWS_FIRST, dtype=np.int64)
-        self.pin_until_s = np.zeros(_ROWS_FIRST, dtype=np.int64)
-        self.used = np.zeros(_ROWS_FIRST, dtype=bool)
-        self.checked = np.zeros(_ROWS_FIRST, dtype=bool)
-        self._tombstones: OrderedDict[BlockKey, Tombstone] = OrderedDict()
+        self.tombstones = Tombstones(tombstones_max)
+        self.shapes = Shapes()
+        self._table = FingerprintTable(max(rows_expected, _ROWS_FIRST))
+        size = self._table.size
+        self._checks = np.zeros(size, dtype=np.uint32)
+        self.places = np.zeros(size, dtype=np.uint64)
+        self._units = np.zeros(size, dtype=np.uint16)
+        """Pages of the record, and ``_MORE``; 0: the slot is not in use."""
+        self._shape = np.zeros(size, dtype=np.uint32)
+        self._class = np.zeros(size, dtype=np.uint8)
+        self._touch_s = np.zeros(size, dtype=np.uint32)
+        self._touches: dict[int, Touches] = {}
+        """By slot, of rows with more than one pair: all pairs."""
+        self._pins_s: dict[int, int] = {}
+        self._secrets = np.array([secrets.randbits(64) | 1 for _ in range(6)], dtype=np.uint64)
 
     def __len__(self) -> int:
-        return len(self._slots)
-
-    def load(self, keys: Sequence[BlockKey], rows: Rows, tombstones: dict[BlockKey, Tombstone]) -> None:
-        """Fill an empty map."""
-        assert not self._slots
-        count = len(keys)
-        size = max(_ROWS_FIRST, count + count // 4)
-        self.rows = np.zeros(size, dtype=ENTRY_DTYPE)
-        self.rows[:count] = rows
-        self.keep_until_s = np.zeros(size, dtype=np.int64)
-        self.pin_until_s = np.zeros(size, dtype=np.int64)
-        self.used = np.zeros(size, dtype=bool)
-        self.used[:count] = True
-        self.checked = np.zeros(size, dtype=bool)
-        self._keys = list(keys)
-        self._slots = {key: slot for slot, key in enumerate(keys)}
-        self.keep_until_s[:count] = keep_until(self.rows[:count], self.keep_for_s)
-        ordered = sorted(tombstones.items(), key=lambda item: item[1].when_s)
-        self._tombstones = OrderedDict(ordered[-self._tombstones_max :])
-
-    def slot(self, key: BlockKey) -> int:
-        """Where a key's row is; -1 if it is not here."""
-        return self._slots.get(key, -1)
-
-    def slots(self, keys: Iterable[BlockKey], count: int) -> Slots:
-        get = self._slots.get
-        return np.fromiter((get(key, -1) for key in keys), dtype=np.int64, count=count)
-
-    def key(self, slot: int) -> BlockKey:
-        key = self._keys[slot]
-        assert key is not None
-        return key
-
-    def add(self, key: BlockKey, entry: bytes, pin_until_s: int = 0) -> int:
-        """Insert or overwrite a row; forgets the key's tombstone."""
-        slot = self._slots.get(key, -1)
-        if slot < 0:
-            slot = self._free.pop() if self._free else self._next_slot()
-            self._slots[key] = slot
-            self._keys[slot] = key
-            self.used[slot] = True
-        self.rows[slot] = np.frombuffer(entry, dtype=ENTRY_DTYPE)[0]
-        self.keep_until_s[slot] = keep_until(self.rows[slot], self.keep_for_s)
-        self.pin_until_s[slot] = pin_until_s
-        self.checked[slot] = True
-        self._tombstones.pop(key, None)
-        return slot
-
-    def remove(self, key: BlockKey, tombstone: Tombstone | None) -> dict[BlockKey, Tombstone | None]:
-        """Drop a row; returns the tombstones that changed, for the index (None: forgotten)."""
-        slot = self._slots.pop(key)
-        self._keys[slot] = None
-        self._free.append(slot)
-        self.used[slot] = False
-        self.rows[slot] = np.zeros((), dtype=ENTRY_DTYPE)
-        self.keep_until_s[slot] = self.pin_until_s[slot] = 0
-        return {} if tombstone is None else self.bury(key, tombstone)
-
-    def bury(self, key: BlockKey, tombstone: Tombstone) -> dict[BlockKey, Tombstone | None]:
-        """Remember why a key is gone; the oldest tombstones beyond the bound are forgotten."""
-        changed: dict[BlockKey, Tombstone | None] = {key: tombstone}
-        self._tombstones.pop(key, None)
-        self._tombstones[key] = tombstone
-        while len(self._tombstones) > self._tombstones_max:
-            oldest, _ = self._tombstones.popitem(last=False)
-            changed[oldest] = None
-        return changed
-
-    def tombstone(self, key: BlockKey) -> Tombstone | None:
-        return self._tombstones.get(key)
+        return len(self._table)
 
     @property
-    def tombstones(self) -> OrderedDict[BlockKey, Tombstone]:
-        return self._tombstones
+    def memory_bytes(self) -> int:
+        """Without tombstones."""
+        dictionaries = 300 * len(self._touches) + 120 * len(self._pins_s)
+        return self._table.memory_bytes + 23 * self._table.fresh + self.shapes.memory_bytes + dictionaries
+
+    # asking
+
+    def slots(self, words: Words) -> Slots:
+        """Where the rows of these keys may be (``key_words``); -1 for keys that are not here."""
+        return self._table.find(np.ascontiguousarray(words[:, 0]))
+
+    def find_all(self, fingerprints: Words) -> Slots:
+        """As ``slots``, by fingerprints alone."""
+        return self._table.find(fingerprints)
+
+    def slot(self, key: BlockKey) -> int:
+        return int(self.slots(key_words(key))[0])
+
+    def matches(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words | None) -> npt.NDArray[np.bool_]:
+        """Whether rows are of this space and (where given) of these keys and token digests; a slot of -1 is not."""
+        same: npt.NDArray[np.bool_] = (slots >= 0) & (
+            self.shapes.space[self._shape[slots]] == self.shapes.space_number(space_id)
+        )
+        if digests is not None:
+            same &= self._checks[slots] == self._check(words, digests)
+        return same
+
+    def find(self, space_id: SpaceId, key: BlockKey, token_digest: TokenDigest) -> int:
+        """The slot of one block, or -1."""
+        words = key_words(key)
+        slots = self.slots(words)
+        return int(slots[0]) if self.matches(slots, words, space_id, digest_words(token_digest))[0] else -1
+
+    def presence(
+        self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float
+    ) -> npt.NDArray[np.uint8]:
+        """``Presence`` of each key asked, as one vector."""
+        answer = np.zeros(len(slots), dtype=np.uint8)
+        same = np.flatnonzero(self.matches(slots, words, space_id, digests))
+        alive = self.alive(slots[same], now_s)
+        answer[same] = np.where(alive, np.uint8(Presence.PRESENT), np.uint8(Presence.EXPIRED))
+        if len(self.tombstones) and len(same) < len(slots):
+            absent = np.flatnonzero(slots < 0)
+            answer[absent] = self.tombstones.reasons(np.ascontiguousarray(words[absent, 0]))
+        return answer
+
+    def served(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float) -> Slots:
+        """Positions of the keys asked that hold a living row of this space and token digest."""
+        found = np.flatnonzero(self.matches(slots, words, space_id, digests))
+        places: Slots = found[self.alive(slots[found], now_s)]
+        return places
+
+    # columns of given slots
+
+    def keep_until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Deadlines by touches alone."""
+        return self._keep_until_s(slots, self.keep_for_s)
+
+    def until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Deadlines, pins included."""
+        return np.maximum(self.keep_until_s(slots), self.pin_until_s(slots))
+
+    def until_s_under(self, slots: Slots, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """As ``until_s``, if other rules were in force."""
+        return np.maximum(self._keep_until_s(slots, keep_for_s), self.pin_until_s(slots))
+
+    def pin_until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
+        ends = np.zeros(len(slots), dtype=np.int64)
+        if self._pins_s:
+            for at in np.flatnonzero(self._units[slots] & _MORE).tolist():
+                ends[at] = self._pins_s.get(int(slots[at]), 0)
+        return ends
+
+    def alive(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
+        """Whether each is not past its deadline."""
+        alive: npt.NDArray[np.bool_] = self._touch_s[slots] + self.keep_for_s[self._class[slots]] > now_s
+        doubtful = np.flatnonzero(~alive & ((self._units[slots] & _MORE) != 0))
+        if doubtful.size:
+            alive[doubtful] = self.until_s(slots[doubtful]) > now_s
+        return alive
+
+    def is_alive(self, slot: int, now_s: float) -> bool:
+        return bool(self.alive(np.array([slot]), now_s)[0])
+
+    def segments_of(self, slots: Slots) -> npt.NDArray[np.uint32]:
+        return (self.places[slots] >> _PLACE_BITS).astype(np.uint32)
+
+    def offsets_of(self, slots: Slots) -> npt.NDArray[np.uint64]:
+        pages: npt.NDArray[np.uint64] = (self.places[slots] & np.uint64(0xFFFFFFFF)) * np.uint64(RECORD_ALIGN)
+        return pages
+
+    def record_bytes_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+        return (self._units[slots] & ~_MORE).astype(np.int64) * RECORD_ALIGN
+
+    def shape_of(self, slots: Slots) -> npt.NDArray[np.uint32]:
+        """Numbers into ``shapes``."""
+        return self._shape[slots]
+
+    def class_of(self, slots: Slots) -> npt.NDArray[np.uint8]:
+        """The class that touched each last."""
+        return self._class[slots]
+
+    def fingerprints_of(self, slots: Slots) -> Words:
+        return self._table.fingerprints[slots]
+
+    def touches(self, slot: int) -> Touches:
+        found = self._touches.get(slot)
+        return found if found is not None else ((int(self._class[slot]), int(self._touch_s[slot])),)
+
+    # sets of slots
+
+    def used(self) -> Slots:
+        return np.flatnonzero(self._units[: self._table.fresh])
+
+    def in_segment(self, segment: int) -> Slots:
+        places = self.places[: self._table.fresh]
+        here = places - np.uint64(segment << 32) < np.uint64(1 << 32)
+        return np.flatnonzero(here & (self._units[: self._table.fresh] != 0))
+
+    def in_space(self, space_id: SpaceId) -> Slots:
+        used = self.used()
+        return used[self.shapes.in_space(space_id)[self._shape[used]]]
+
+    def pinned_slots(self, now_s: float) -> Slots:
+        """Rows that a pin holds."""
+        return np.array([slot for slot, until_s in self._pins_s.items() if until_s > now_s], dtype=np.int64)
+
+    def from_fingerprint(self, fingerprint: int, count: int, space_id: SpaceId | None) -> Slots:
+        """At least ``count`` slots (or all) whose fingerprint is this or greater, the least first."""
+        fingerprints = self._table.fingerprints[: self._table.fresh]
+        slots = np.flatnonzero((fingerprints >= np.uint64(fingerprint)) & (self._units[: self._table.fresh] != 0))
+        if space_id is not None:
+            slots = slots[self.shapes.in_space(space_id)[self._shape[slots]]]
+        values = fingerprints[slots]
+        if len(slots) > count:
+            slots = slots[values <= np.partition(values, count - 1)[count - 1]]
+        ordered: Slots = slots[np.argsort(fingerprints[slots], kind="stable")]
+        return ordered
+
+    # changing
+
+    def insert(self, rows: Rows, pins_s: Mapping[int, int] | None = None) -> None:
+        """Add rows of the index, or put them in the place of those with the same fingerprints; no fingerprint twice.
+
+        Their tombstones are the ledger's to forget. ``pins_s``: ends of pins by position.
+        """
+        if not len(rows):
+            return
+        words = _key_words_of(rows)
+        slots = self.slots(words)
+        old = slots[slots >= 0]
+        self._forget_more(old)
+        self.shapes.remove(self._shape[old])
+        slots[slots < 0] = self._table.insert(np.ascontiguousarray(words[slots < 0, 0]))
+        if self._table.size > len(self.places):
+            self._grow(self._table.size)
+        self._checks[slots] = self._check(words, rows["digest"])
+        self.places[slots] = place_words(rows)
+        self._units[slots] = (rows["stored_bytes"].astype(np.int64) + HEADER_BYTES + RECORD_ALIGN - 1) // RECORD_ALIGN
+        self._shape[slots] = self.shapes.add(rows)
+        times = np.where(rows["touch_class"] != 0, rows["touch_s"].astype(np.int64), -1)
+        latest = times.argmax(axis=1)
+        at = np.arange(len(rows))
+        self._class[slots] = rows["touch_class"][at, latest]
+        self._touch_s[slots] = rows["touch_s"][at, latest]
+        for position in np.flatnonzero((rows["touch_class"] != 0).sum(axis=1) > 1).tolist():
+            pairs = zip(rows["touch_class"][position].tolist(), rows["touch_s"][position].tolist(), strict=True)
+            self._set_touches(int(slots[position]), latest_first(pair for pair in pairs if pair[0]))
+        for position, until_s in (pins_s or {}).items():
+            self.pin(int(slots[position]), until_s)
+
+    def remove(self, slots: Slots) -> None:
+        """Drop rows, each once."""
+        if len(slots):
+            self._forget_more(slots)
+            self.shapes.remove(self._shape[slots])
+            self._units[slots] = 0
+            self.places[slots] = 0
+            self._table.remove(slots)
 
     def touch(self, slot: int, class_byte: int, now_s: int) -> bool:
         """Count a use; True if the row changed and must be written."""
-        if not merge_touch(self.rows[slot], class_byte, now_s, self.keep_for_s):
-            return False
-        self.keep_until_s[slot] = keep_until(self.rows[slot], self.keep_for_s)
-        return True
+        merged = merge_touch(self.touches(slot), class_byte, now_s, self.keep_for_s)
+        if merged is not None:
+            self._set_touches(slot, merged)
+        return merged is not None
 
-    def entry(self, slot: int) -> bytes:
-        """The row as an index value."""
-        return bytes(self.rows[slot].tobytes())
+    def worth_touching(self, slots: Slots, class_byte: int, now_s: int) -> Slots:
+        """Those whose row ``touch`` may change: for hot blocks none, found without a step for each."""
+        recent = (self._class[slots] == class_byte) & (
+            (now_s - self._touch_s[slots].astype(np.int64)) * 1024 < self.keep_for_s[class_byte]
+        )
+        worth: Slots = slots[~recent]
+        return worth
+
+    def write_touches(self, rows: Rows, slots: Slots) -> None:
+        """Put the touches in memory into index rows of these slots."""
+        rows["touch_class"] = rows["touch_s"] = 0
+        rows["touch_class"][:, 0] = self._class[slots]
+        rows["touch_s"][:, 0] = self._touch_s[slots]
+        if self._touches:
+            for at in np.flatnonzero(self._units[slots] & _MORE).tolist():
+                for place, (class_byte, touch_s) in enumerate(self.touches(int(slots[at]))):
+                    rows["touch_class"][at, place], rows["touch_s"][at, place] = class_byte, touch_s
+
+    def pin(self, slot: int, until_s: int) -> None:
+        if until_s:
+            self._pins_s[slot] = until_s
+            self._units[slot] |= _MORE
+
+    def unpin_all(self) -> None:
+        self._pins_s = {}
 
     def set_rules(self, keep_for_s: npt.NDArray[np.int64]) -> None:
         self.keep_for_s = keep_for_s
-        self.keep_until_s[:] = np.where(self.used, keep_until(self.rows, keep_for_s), 0)
 
-    def until_s(self, slots: Slots | slice = slice(None)) -> npt.NDArray[np.int64]:
-        """Deadlines, pins included."""
-        return np.maximum(self.keep_until_s[slots], self.pin_until_s[slots])
+    def _keep_until_s(self, slots: Slots, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        ends: npt.NDArray[np.int64] = self._touch_s[slots] + keep_for_s[self._class[slots]]
+        if self._touches:
+            for at in np.flatnonzero(self._units[slots] & _MORE).tolist():
+                for class_byte, touch_s in self._touches.get(int(slots[at]), ()):
+                    ends[at] = max(int(ends[at]), touch_s + int(keep_for_s[class_byte]))
+        return ends
 
-    def alive(self, now_s: float) -> npt.NDArray[np.bool_]:
-        """By slot: used and not past its deadline."""
-        return self.used & (self.until_s() > now_s)
+    def _set_touches(self, slot: int, touches: Touches) -> None:
+        self._class[slot], self._touch_s[slot] = touches[0]
+        if len(touches) > 1:
+            self._touches[slot] = touches
+            self._units[slot] |= _MORE
+        else:
+            self._touches.pop(slot, None)
 
-    def alive_under(self, keep_for_s: npt.NDArray[np.int64], now_s: float) -> npt.NDArray[np.bool_]:
-        """As ``alive``, if other rules were in force."""
-        return self.used & (np.maximum(keep_until(self.rows, keep_for_s), self.pin_until_s) > now_s)
+    def _forget_more(self, slots: Slots) -> None:
+        for slot in slots[(self._units[slots] & _MORE) != 0].tolist():
+            self._touches.pop(slot, None)
+            self._pins_s.pop(slot, None)
 
-    def is_alive(self, slot: int, now_s: float) -> bool:
-        return bool(self.used[slot]) and max(int(self.keep_until_s[slot]), int(self.pin_until_s[slot])) > now_s
+    def _check(self, words: Words, digests: Words) -> npt.NDArray[np.uint32]:
+        """32 bits of what the fingerprint leaves out, mixed with a secret: nobody can choose two names with one."""
+        mixed = words[:, 1] * self._secrets[0]
+        for at, word in enumerate((words[:, 2], words[:, 3], digests[:, 0], digests[:, 1]), 1):
+            mixed ^= mixed >> _WORD
+            mixed = (mixed ^ word) * self._secrets[at]
+        return np.asarray(mixed >> _PLACE_BITS, dtype=np.uint32)
 
-    def matches(self, slot: int, space_id: SpaceId, token_digest: TokenDigest | None) -> bool:
-        """Whether the row is of this space and (where given) this token prefix: a key alone is not believed."""
-        row = self.rows[slot]
-        return row["space"].tobytes() == space_id and (token_digest is None or row["digest"].tobytes() == token_digest)
+    def _grow(self, size: int) -> None:
+        for name in ("_checks", "places", "_units", "_shape", "_class", "_touch_s"):
+            setattr(self, name, grown(getattr(self, name), size))
 
-    def presence(
-        self, slots: Slots, keys: Sequence[BlockKey], space_id: SpaceId, digests: npt.NDArray[np.uint64], now_s: float
-    ) -> npt.NDArray[np.uint8]:
-        """``Presence`` of each key asked, as one vector."""
-        answer = np.zeros(len(keys), dtype=np.uint8)
-        found = np.flatnonzero(slots >= 0)
-        if found.size:
-            rows = self.rows[slots[found]]
-            same = (rows["space"] == space_words(space_id)).all(axis=1) & (rows["digest"] == digests[found]).all(axis=1)
-            alive = self.until_s(slots[found]) > now_s
-            answer[found] = np.where(same, np.where(alive, Presence.PRESENT, Presence.EXPIRED), Presence.NEVER)
-        if self._tombstones:
-            for place in np.flatnonzero(slots < 0).tolist():
-                tombstone = self._tombstones.get(keys[place])
-                answer[place] = tombstone.reason if tombstone else Presence.NEVER
-        return answer
 
-    def served(self, slots: Slots, space_id: SpaceId, digests: npt.NDArray[np.uint64], now_s: float) -> Slots:
-        """Positions of the slots (-1: none) that hold a living row of this space and the token digest asked for."""
-        found = np.flatnonzero(slots >= 0)
-        rows = self.rows[slots[found]]
-        same = (rows["space"] == space_words(space_id)).all(axis=1) & (rows["digest"] == digests[found]).all(axis=1)
-        places: Slots = found[same & (self.until_s(slots[found]) > now_s)]
-        return places
-
-    def in_segment(self, segment: int) -> Slots:
-        return np.flatnonzero(self.used & (self.rows["segment"] == segment))
-
-    def in_space(self, space_id: SpaceId) -> Slots:
-        return np.flatnonzero(self.used & (self.rows["space"] == space_words(space_id)).all(axis=1))
-
-    def _next_slot(self) -> int:
-        slot = len(self._keys)
-        self._keys.append(None)
-        if slot == len(self.rows):
-            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-            self.keep_until_s = np.concatenate([self.keep_until_s, np.zeros_like(self.keep_until_s)])
-            self.pin_until_s = np.concatenate([self.pin_until_s, np.zeros_like(self.pin_until_s)])
-            self.used = np.concatenate([self.used, np.zeros_like(self.used)])
-            self.checked = np.concatenate([self.checked, np.zeros_like(self.checked)])
-        return slot
+def _key_words_of(rows: Rows) -> Words:
+    return key_words(np.ascontiguousarray(rows["key"]).tobytes())

@@ -11,16 +11,17 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.index import IndexRefused, blocks_max, entries_of
 from kvstore.daemon.ledger import Ledger, Place
-from kvstore.daemon.presence import FOREVER_S, Slots
+from kvstore.daemon.presence import FOREVER_S, fingerprint_of
 from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
 from kvstore.daemon.record import (
     HEADER_BYTES,
-    RECORD_ALIGN,
     Mark,
     MarkReason,
     RecordDamaged,
@@ -47,6 +48,14 @@ class Swept:
     segments_freed: int = 0
     blocks_rewritten: int = 0
     effects: list[ClassEffect] = field(default_factory=list)
+
+
+class _Copy(NamedTuple):
+    """A record that was written again."""
+
+    place: Place
+    header: RecordHeader
+    target: Segment
 
 
 class Reclaimer:
@@ -93,20 +102,19 @@ class Reclaimer:
         """What every segment holds that is not free."""
         with self._ledger.lock:
             presence = self._ledger.presence
-            slots = np.flatnonzero(presence.used)
-            rows = presence.rows[slots]
-            numbers = rows["segment"].astype(np.int64)
-            sizes = -(-(rows["stored_bytes"].astype(np.int64) + HEADER_BYTES) // RECORD_ALIGN) * RECORD_ALIGN
-            until_s = presence.until_s(slots)
-            pinned = presence.pin_until_s[slots] > now_s
             segments = self._ledger.segments.segments
             length = max([*segments, 0]) + 1
-            alive_bytes = np.zeros(length, dtype=np.int64)
-            pinned_bytes = np.zeros(length, dtype=np.int64)
+            slots = presence.used()
+            numbers = presence.segments_of(slots).astype(np.int64)
+            sizes = presence.record_bytes_of(slots)
+            alive = presence.alive(slots, now_s)
+            alive_bytes = np.bincount(numbers[alive], sizes[alive], length).astype(np.int64)
             promise_s = np.zeros(length, dtype=np.int64)
-            np.add.at(alive_bytes, numbers, np.where(until_s > now_s, sizes, 0))
-            np.add.at(pinned_bytes, numbers, np.where(pinned, sizes, 0))
-            np.maximum.at(promise_s, numbers, presence.keep_until_s[slots])
+            np.maximum.at(promise_s, numbers, presence.keep_until_s(slots))
+            pinned = presence.pinned_slots(now_s)
+            pinned_bytes = np.bincount(
+                presence.segments_of(pinned).astype(np.int64), presence.record_bytes_of(pinned), length
+            ).astype(np.int64)
             return [
                 SegmentUsage(
                     segment=number,
@@ -129,24 +137,25 @@ class Reclaimer:
         Dead bytes alone (of deleted blocks) are left to eviction, which needs them only when the volume is full.
         """
         with self._ledger.lock:
-            presence = self._ledger.presence
-            expired = presence.rows["segment"][presence.used & ~presence.alive(now_s)]
-            numbers = set(np.unique(expired).tolist())
+            numbers = set(np.unique(self._ledger.presence.segments_of(self._expired(now_s))).tolist())
             return [usage for usage in self.usages(now_s) if usage.segment in numbers or usage.alive_bytes == 0]
 
     def plan_sweep(self, now_s: int) -> Swept:
         """What ``sweep_segment`` over all segments would do."""
         with self._ledger.lock:
             presence = self._ledger.presence
-            expired = presence.used & ~presence.alive(now_s)
-            plan = Swept(removed=effects_of(presence.rows[expired]))
+            plan = Swept(removed=effects_of(presence, self._expired(now_s)))
             for usage in self.due(now_s):
                 action = sweep_action(usage)
                 plan.segments_freed += action is not None
                 if action is Action.MOVE_ALIVE:
                     slots = presence.in_segment(usage.segment)
-                    plan.blocks_rewritten += int((presence.until_s(slots) > now_s).sum())
+                    plan.blocks_rewritten += int(presence.alive(slots, now_s).sum())
             return plan
+
+    def _expired(self, now_s: int) -> Slots:
+        slots = self._ledger.presence.used()
+        return slots[~self._ledger.presence.alive(slots, now_s)]
 
     def sweep_segment(self, number: int, now_s: int, swept: Swept) -> None:
         """Drop a segment's expired blocks; recycle it if that leaves it empty or sparse."""
@@ -156,7 +165,7 @@ class Reclaimer:
             return
         expired = self._expired_in(segment, now_s)
         with self._ledger.lock:
-            effects = effects_of(self._ledger.presence.rows[expired])
+            effects = effects_of(self._ledger.presence, expired)
         action = sweep_action(usage)
         if action is Action.MOVE_ALIVE:
             moved = self._move(segment, self._alive_in(segment, now_s), now_s)
@@ -173,14 +182,13 @@ class Reclaimer:
     def drop_vanished(self, now_s: int) -> None:
         """Let go of segments whose files were removed behind our back: their blocks would not survive a restart."""
         for segment in list(self._ledger.segments.segments.values()):
-            with self._ledger.lock:
+            with self._ledger.changing():
                 if segment.leases or not segment.vanished():
                     continue
                 slots = self._ledger.presence.in_segment(segment.number)
-                keys = [self._ledger.presence.key(int(slot)) for slot in slots]
-                self._ledger.forget(dict.fromkeys(keys, Presence.QUARANTINED), now_s)
+                self._ledger.forget(slots, np.full(len(slots), Presence.QUARANTINED, dtype=np.uint8), now_s)
                 self._ledger.segments.forget(segment)
-            log.error("segment_vanished path=%s blocks=%d", segment.path, len(keys))
+            log.error("segment_vanished path=%s blocks=%d", segment.path, len(slots))
 
     def _make_room(self, enough: Callable[[], bool], now_s: int) -> bool:
         """Recycle victims until there is enough; False if everything that is left is protected or stuck."""
@@ -209,48 +217,42 @@ class Reclaimer:
         with self._ledger.lock:
             presence = self._ledger.presence
             slots = presence.in_segment(segment.number)
-            until_s = presence.pin_until_s[slots] if pinned_only else presence.until_s(slots)
-            return slots[until_s > now_s]
+            return slots[presence.pin_until_s(slots) > now_s if pinned_only else presence.alive(slots, now_s)]
 
     def _expired_in(self, segment: Segment, now_s: int) -> Slots:
         with self._ledger.lock:
             slots = self._ledger.presence.in_segment(segment.number)
-            return slots[self._ledger.presence.until_s(slots) <= now_s]
+            return slots[~self._ledger.presence.alive(slots, now_s)]
 
     def _drop_expired(self, segment: Segment, now_s: int) -> None:
         """Forget expired blocks of a segment that stays, and mark them, so that no rebuild brings them back."""
-        with self._ledger.lock:
+        with self._ledger.changing():
             slots = self._expired_in(segment, now_s)
-            keys = [self._ledger.presence.key(int(slot)) for slot in slots]
-            for slot in slots:
+            for offset in self._ledger.presence.offsets_of(slots).tolist():
                 with contextlib.suppress(OSError):
-                    segment.mark(int(self._ledger.presence.rows[slot]["offset"]), Mark(MarkReason.EXPIRED, now_s))
-            self._ledger.counters.expired += len(keys)
-            self._ledger.forget(dict.fromkeys(keys, Presence.EXPIRED), now_s)
+                    segment.mark(offset, Mark(MarkReason.EXPIRED, now_s))
+            self._ledger.counters.expired += len(slots)
+            self._ledger.forget(slots, np.full(len(slots), Presence.EXPIRED, dtype=np.uint8), now_s)
 
     def _recycle(self, segment: Segment, now_s: int) -> bool:
         """Back to the free list with whatever it holds. False if a reader came in between or the file refused."""
-        with self._ledger.lock:
+        with self._ledger.changing():
             if segment.leases:
                 return False
             presence = self._ledger.presence
             slots = presence.in_segment(segment.number)
-            until_s = presence.until_s(slots)
+            alive = presence.alive(slots, now_s)
             try:
                 self._ledger.segments.release(segment, now_s)
             except OSError as error:
                 self._ledger.counters.write_errors += 1
                 log.error("segment_not_recycled segment=%d problem=%r", segment.number, error)
                 return False
-            reasons = {
-                presence.key(int(slot)): Presence.EVICTED if until > now_s else Presence.EXPIRED
-                for slot, until in zip(slots, until_s, strict=True)
-            }
-            evicted = sum(reason is Presence.EVICTED for reason in reasons.values())
-            self._ledger.counters.evicted += evicted
-            self._ledger.counters.expired += len(reasons) - evicted
+            reasons = np.where(alive, np.uint8(Presence.EVICTED), np.uint8(Presence.EXPIRED))
+            self._ledger.counters.evicted += int(alive.sum())
+            self._ledger.counters.expired += len(slots) - int(alive.sum())
             self._ledger.counters.segments_recycled += 1
-            self._ledger.forget(reasons, now_s)
+            self._ledger.forget(slots, reasons, now_s)
             return True
 
     def _move(self, segment: Segment, slots: Slots, now_s: int) -> int | None:
@@ -261,47 +263,40 @@ class Reclaimer:
         with self._ledger.lock:
             until_s = np.minimum(self._ledger.presence.until_s(slots), FOREVER_S)
             day = min(int(until_s.max()) // DAY_S, 2**32 - 1)
-            keys = [self._ledger.presence.key(int(slot)) for slot in slots]
-        copies: list[tuple[BlockKey, Place, RecordHeader, Segment]] = []
-        for key in keys:
+            slots = slots[np.argsort(self._ledger.presence.places[slots])]
+            places = [place for slot in slots.tolist() if (place := self._ledger.place(slot)) is not None]
+        copies: list[_Copy] = []
+        for place in places:
             try:
-                copy = self._copy(key, segment, day, now_s)
+                copied = self._copy(place, day, now_s)
             except OSError as error:
                 self._ledger.counters.write_errors += 1
                 log.error("block_not_moved segment=%d problem=%r", segment.number, error)
-                copy = None
-            if copy is None:
+                copied = None
+            if copied is None:
                 self._switch(copies, now_s)
                 return None
-            copies.extend(copy)
+            copies.extend(copied)
         return self._switch(copies, now_s)
 
-    def _copy(
-        self, key: BlockKey, segment: Segment, day: int, now_s: int
-    ) -> list[tuple[BlockKey, Place, RecordHeader, Segment]] | None:
+    def _copy(self, place: Place, day: int, now_s: int) -> list[_Copy] | None:
         """Append one record's copy elsewhere; empty if it was gone or damaged, None if there is no room."""
+        segment = place.segment
         with self._ledger.lock:
-            slot = self._ledger.presence.slot(key)
-            place = self._ledger.place(slot) if slot >= 0 else None
-            if place is None or place.segment is not segment:
+            if not self._ledger.is_at(place):
                 return []
-            row = self._ledger.presence.rows[slot].copy()
-        payload = bytearray(place.stored_bytes)
+            touches = self._ledger.presence.touches(place.slot)
         try:
+            payload = bytearray(segment.read_header(place.offset)[0].stored_bytes)
             header, mark = segment.read_record(place.offset, payload)
-            if mark is not None or header.key != key:
+            if mark is not None or fingerprint_of(header.key) != place.fingerprint:
                 raise RecordDamaged("the record is dead or another")
         except RecordDamaged:
-            self._ledger.quarantine(key, place, now_s)
+            self._ledger.quarantine(place, now_s)
             return []
         target = self._target(segment.header.class_byte, day, header.record_bytes, now_s)
         if target is None:
             return None
-        touches = tuple(
-            (int(class_byte), int(touch_s))
-            for class_byte, touch_s in zip(row["touch_class"], row["touch_s"], strict=True)
-            if class_byte
-        )
         fresh = replace(
             header,
             segment=target.number,
@@ -312,35 +307,36 @@ class Reclaimer:
         padding = bytes(fresh.record_bytes - HEADER_BYTES - fresh.stored_bytes)
         target.append([encode_header(fresh), payload, padding], fresh.record_bytes)
         self._ledger.counters.bytes_written += fresh.record_bytes
-        return [(key, place, fresh, target)]
+        return [_Copy(place, fresh, target)]
 
     def _target(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
         segments = self._ledger.segments
         return segments.open_for(class_byte, day, record_bytes) or segments.begin(class_byte, day, now_s, spare=0)
 
-    def _switch(self, copies: list[tuple[BlockKey, Place, RecordHeader, Segment]], now_s: int) -> int | None:
+    def _switch(self, copies: list[_Copy], now_s: int) -> int | None:
         """Make the copies durable, then the originals dead, then the copies count: all in one index batch.
 
         A crash before that batch leaves copies beyond what the index knows of their segment: recovery adopts them.
         """
-        presence = self._ledger.presence
-        targets = {copy[3].number: copy[3] for copy in copies}.values()
+        targets = {copy.target.number: copy.target for copy in copies}.values()
         dead = Mark(MarkReason.MOVED, now_s)
         try:
             for target in targets:
                 target.sync()
-            with self._ledger.lock:
-                fresh_headers: list[RecordHeader] = []
+            with self._ledger.changing():
+                moved: list[RecordHeader] = []
                 pins_s: dict[BlockKey, int] = {}
-                for key, place, fresh, target in copies:
-                    if not self._ledger.is_at(key, place):
+                for place, fresh, target in copies:
+                    if not self._ledger.is_at(place):
                         target.mark(fresh.offset, dead)
                         continue
                     self._ledger.mark(place, dead)
-                    fresh_headers.append(fresh)
-                    pins_s[key] = int(presence.pin_until_s[presence.slot(key)])
-                self._ledger.store(entries_of(fresh_headers), targets, pins_s)
-                self._ledger.counters.blocks_rewritten += len(fresh_headers)
+                    moved.append(fresh)
+                    pin_s = int(self._ledger.presence.pin_until_s(np.array([place.slot]))[0])
+                    if pin_s:
+                        pins_s[fresh.key] = pin_s
+                self._ledger.store(entries_of(moved), targets, pins_s)
+                self._ledger.counters.blocks_rewritten += len(moved)
         except (OSError, IndexRefused) as error:
             self._ledger.counters.write_errors += 1
             log.error("blocks_not_moved problem=%r", error)

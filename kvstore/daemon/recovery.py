@@ -1,114 +1,239 @@
 """What a shard holds, found out at start: the index, checked against the segments, plus what it does not know yet.
 
-Owns the merge of index content and scanned records. Does not know policy or presence. Invariants: an index entry
-counts only if its segment is still in that generation and the record lies below the extent that the index knew;
-records beyond it are adopted if their header and payload verify (so kill -9 loses nothing acknowledged), also behind
-a gap, which only a power loss makes, so that whoever deletes them finds them; of two records of one key a damaged one
-loses, then the exact one wins, then the later found, and the loser is marked dead on disk; a record marked dead is
-never adopted.
+Owns the merge of index content and scanned records into presence map and index. Does not know policy. Invariants: an
+index entry counts only if its segment is still in that generation and the record lies below the extent that the index
+knew; records beyond it are adopted if their header and payload verify (so kill -9 loses nothing acknowledged), also
+behind a gap, which only a power loss makes, so that whoever deletes them finds them; of two records of one key a
+damaged one loses, then the exact one wins, then the later found, and the loser is marked dead on disk; a record marked
+dead is never adopted; a start that is killed in the middle leaves an index that the next one takes up or rebuilds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.daemon.index import ENTRY_DTYPE, Extent, IndexContent, Rows, Tombstone, entry_of
-from kvstore.daemon.record import RECORD_ALIGN, Mark, MarkReason, RecordHeader
+from kvstore.daemon.fingerprints import Slots
+from kvstore.daemon.headers import are_whole, have_marks, headers_in, rows_of
+from kvstore.daemon.index import (
+    PAGE_AT_START,
+    Extent,
+    Index,
+    IndexBatch,
+    IndexDamaged,
+    IndexRefused,
+    IndexSummary,
+    Places,
+    Rows,
+    entries_of,
+    place_words,
+)
+from kvstore.daemon.presence import PresenceMap, fingerprints_in
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason, RecordDamaged, record_bytes
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
-from kvstore.keys import BlockKey
+from kvstore.daemon.tombstones import Tombstone
 from kvstore.store import FLAG_APPROXIMATE, Presence
 
 log = logging.getLogger(__name__)
+_PAGE = 1024
 
 
 @dataclass(slots=True)
 class Recovered:
-    """The content to serve, and how it came about. ``changed``: the index on disk differs and must be written."""
+    """How many records were taken beyond the index, entries dropped, and damages found."""
 
-    keys: list[BlockKey]
-    rows: Rows
-    tombstones: dict[BlockKey, Tombstone]
     adopted: int = 0
     dropped: int = 0
     damaged: int = 0
-    changed: bool = False
-    entries: dict[BlockKey, bytes] = field(default_factory=dict)
-    """Added or replaced against the index."""
-    removed: list[BlockKey] = field(default_factory=list)
 
 
-def recover(segments: Mapping[int, Segment], content: IndexContent | None, now_s: int) -> Recovered:
-    """Reconcile; sets ``end`` of every unsealed segment. ``content`` None: there is no index, segments
-    tell everything.
+def recover(
+    segments: Mapping[int, Segment], presence: PresenceMap, index: Index, summary: IndexSummary | None, now_s: int
+) -> Recovered:
+    """Fill an empty map and bring the index up to date; sets ``end`` of every unsealed segment.
+
+    ``summary`` None: the index is empty, segments tell everything. Raises IndexDamaged if the index is not what it
+    says; the map is then to be thrown away.
     """
-    known = content if content is not None else IndexContent([], np.zeros(0, dtype=ENTRY_DTYPE), {}, {})
-    found = _trusted(segments, known, now_s)
-    found.changed = content is None
-    index_of = {key: place for place, key in enumerate(found.keys)}
+    recovery = _Recovery(segments, presence, index, now_s)
+    if summary is not None:
+        presence.tombstones.load(summary.tombstones)
+        recovery.load(summary)
     for segment in segments.values():
         if segment.header.class_byte != FREE:
-            _adopt(segment, segments, known.extents.get(segment.number), found, index_of, now_s)
-    _apply(found, index_of)
+            recovery.adopt(segment, summary.extents.get(segment.number) if summary is not None else None)
+    recovery.write_extents()
+    found = recovery.found
     if found.adopted or found.dropped or found.damaged:
-        found.changed = True
         log.info("recovered adopted=%d dropped=%d damaged=%d", found.adopted, found.dropped, found.damaged)
     return found
 
 
-def _trusted(segments: Mapping[int, Segment], content: IndexContent, now_s: int) -> Recovered:
-    """Index entries whose segment still is what the index thinks."""
-    rows = content.rows
-    keep = np.zeros(len(rows), dtype=bool)
-    for number, segment in segments.items():
-        extent = content.extents.get(number)
-        if segment.header.class_byte != FREE and extent and extent.generation == segment.header.generation:
-            here = (rows["segment"] == number) & (rows["generation"] == extent.generation)
-            keep |= here & (rows["offset"] < extent.end)
-    tombstones = dict(content.tombstones)
-    gone = [content.keys[place] for place in np.flatnonzero(~keep)]
-    for place in np.flatnonzero(~keep):
-        recycled = int(rows["segment"][place]) in segments
-        reason = Presence.EVICTED if recycled else Presence.QUARANTINED
-        tombstones[content.keys[place]] = Tombstone(reason, now_s)
-    kept = [content.keys[place] for place in np.flatnonzero(keep)]
-    return Recovered(kept, rows[keep], tombstones, dropped=len(gone), removed=gone)
+class _Recovery:
+    """One start."""
+
+    def __init__(self, segments: Mapping[int, Segment], presence: PresenceMap, index: Index, now_s: int) -> None:
+        self._segments = segments
+        self._presence = presence
+        self._index = index
+        self._now_s = now_s
+        self.found = Recovered()
+
+    def load(self, summary: IndexSummary) -> None:
+        """Take the entries whose segment still is what the index thinks."""
+        numbers = max([*self._segments, *summary.extents, 0]) + 1
+        generations = np.zeros(numbers, dtype=np.uint64)
+        ends = np.zeros(numbers, dtype=np.uint64)
+        for number, segment in self._segments.items():
+            extent = summary.extents.get(number)
+            if segment.header.class_byte != FREE and extent and extent.generation == segment.header.generation:
+                generations[number], ends[number] = extent.generation, extent.end
+        gone: list[Rows] = []
+        count = 0
+        for rows in self._index.pages(PAGE_AT_START):
+            count += len(rows)
+            at = np.minimum(rows["segment"], numbers - 1)
+            keep = (rows["segment"] < numbers) & (rows["generation"] == generations[at]) & (rows["offset"] < ends[at])
+            self._insert_distinct(rows[keep])
+            if not keep.all():
+                gone.append(rows[~keep])
+        if count != summary.blocks:
+            raise IndexDamaged(f"the index should hold {summary.blocks} entries and holds {count}")
+        for rows in gone:
+            self._drop(rows)
+
+    def adopt(self, segment: Segment, extent: Extent | None) -> None:
+        """Take what the index does not know of one segment."""
+        if extent is not None and extent.generation == segment.header.generation and _fits(extent, segment):
+            begin = extent.end
+            steps = segment.scan(begin, segment.end if segment.sealed else begin, payloads=not segment.sealed)
+        else:
+            if segment.sealed and self._adopt_at_once(segment):
+                return
+            begin = FIRST_RECORD
+            steps = segment.scan_all(segment.end, payloads=not segment.sealed)
+        end = begin
+        headers = []
+        for step in steps:
+            if step.header is None:
+                self.found.damaged += 1
+                continue
+            end = step.offset + step.header.record_bytes
+            if step.mark is not None:
+                continue
+            if step.payload_ok is False:
+                self.found.damaged += 1
+                _mark_dead(segment, step.offset, Mark(MarkReason.QUARANTINED, self._now_s))
+                self._bury(entries_of([step.header]), Presence.QUARANTINED)
+                continue
+            headers.append(step.header)
+        for at in range(0, len(headers), _PAGE):
+            self._take(entries_of(headers[at : at + _PAGE]))
+        if not segment.sealed:
+            segment.end = end
+
+    def write_extents(self) -> None:
+        """The index now knows every segment up to its end."""
+        extents = {number: Extent(segment.header.generation, segment.end) for number, segment in self._segments.items()}
+        self._write(IndexBatch(extents=extents, blocks=len(self._presence)))
+
+    def _adopt_at_once(self, segment: Segment) -> bool:
+        """Take a sealed segment by its headers, decoded together; False if anything in it is not as it should be."""
+        try:
+            data, offsets = _read_headers(segment)
+        except OSError:
+            return False
+        headers = headers_in(data)
+        places = np.array(offsets, dtype=np.uint64)
+        if not are_whole(headers, segment.number, segment.header.generation, places).all():
+            return False
+        rows = rows_of(headers[~have_marks(headers)])
+        for at in range(0, len(rows), _PAGE):
+            self._take(rows[at : at + _PAGE])
+        return True
+
+    def _insert_distinct(self, rows: Rows) -> None:
+        fingerprints = fingerprints_in(rows)
+        if len(np.unique(fingerprints)) < len(rows) or (self._presence.find_all(fingerprints) >= 0).any():
+            raise IndexDamaged("the index holds two entries of one key")
+        self._presence.insert(rows)
+
+    def _drop(self, rows: Rows) -> None:
+        """Entries of segments that have begun another life, or are gone."""
+        self.found.dropped += len(rows)
+        here = np.isin(rows["segment"], np.array(list(self._segments), dtype=np.uint32))
+        self._bury(rows[here], Presence.EVICTED, removed=place_words(rows[here]))
+        self._bury(rows[~here], Presence.QUARANTINED, removed=place_words(rows[~here]))
+
+    def _bury(self, rows: Rows, reason: Presence, removed: Places | None = None) -> None:
+        if not len(rows):
+            return
+        fingerprints = np.unique(fingerprints_in(rows))
+        reasons = np.full(len(fingerprints), reason, dtype=np.uint8)
+        forgotten = self._presence.tombstones.bury(fingerprints, reasons, self._now_s)
+        tombstones: dict[int, Tombstone | None] = dict.fromkeys(
+            fingerprints.tolist(), Tombstone(int(reason), self._now_s)
+        )
+        tombstones |= dict.fromkeys(forgotten.tolist())
+        places = removed if removed is not None else place_words(rows[:0])
+        self._write(IndexBatch(removed=places, tombstones=tombstones, blocks=len(self._presence)))
+
+    def _take(self, rows: Rows) -> None:
+        """Adopt records, all at once where each is the only one of its key."""
+        fingerprints = fingerprints_in(rows)
+        slots = self._presence.find_all(fingerprints)
+        if (slots < 0).all() and len(np.unique(fingerprints)) == len(rows):
+            self._add(rows, slots)
+            return
+        for at in range(len(rows)):
+            self._take_one(rows[at : at + 1])
+
+    def _take_one(self, row: Rows) -> None:
+        """Adopt one record, or lose it to a better one of the same key."""
+        slots = self._presence.find_all(fingerprints_in(row))
+        if slots[0] >= 0:
+            if not _is_whole(self._segments[int(row["segment"][0])], int(row["offset"][0])):
+                self.found.damaged += 1
+                return
+            flags = int(self._presence.shapes.flags[self._presence.shape_of(slots)[0]])
+            worse = int(row["flags"][0]) & FLAG_APPROXIMATE > flags & FLAG_APPROXIMATE
+            place = int(place_words(row)[0] if worse else self._presence.places[slots[0]])
+            _mark_dead(
+                self._segments[place >> 32], (place & 0xFFFFFFFF) * RECORD_ALIGN, Mark(MarkReason.MOVED, self._now_s)
+            )
+            if worse:
+                return
+        self._add(row, slots)
+
+    def _add(self, rows: Rows, slots: Slots) -> None:
+        removed = self._presence.places[slots[slots >= 0]]
+        forgotten = self._presence.tombstones.forget(fingerprints_in(rows))
+        self._presence.insert(rows)
+        self.found.adopted += len(rows)
+        tombstones: dict[int, Tombstone | None] = dict.fromkeys(forgotten.tolist())
+        self._write(IndexBatch(rows=rows, removed=removed, tombstones=tombstones, blocks=len(self._presence)))
+
+    def _write(self, batch: IndexBatch) -> None:
+        """An index that refuses is mended from memory later, as in operation."""
+        with contextlib.suppress(IndexRefused):
+            self._index.write(batch)
 
 
-def _adopt(
-    segment: Segment,
-    segments: Mapping[int, Segment],
-    extent: Extent | None,
-    found: Recovered,
-    index_of: dict[BlockKey, int],
-    now_s: int,
-) -> None:
-    """Scan what the index does not know of one segment."""
-    if extent is not None and extent.generation == segment.header.generation and _fits(extent, segment):
-        begin = extent.end
-        steps = segment.scan(begin, segment.end if segment.sealed else begin, payloads=not segment.sealed)
-    else:
-        begin = FIRST_RECORD
-        steps = segment.scan_all(segment.end, payloads=not segment.sealed)
-    end = begin
-    for step in steps:
-        if step.header is None:
-            found.damaged += 1
-            continue
-        end = step.offset + step.header.record_bytes
-        if step.mark is not None:
-            continue
-        if step.payload_ok is False:
-            found.damaged += 1
-            _mark_dead(segment, step.offset, Mark(MarkReason.QUARANTINED, now_s))
-            found.tombstones[step.header.key] = Tombstone(Presence.QUARANTINED, now_s)
-            continue
-        _take(step.header, segments, found, index_of, now_s)
-    if not segment.sealed:
-        segment.end = end
+def _read_headers(segment: Segment) -> tuple[bytes, list[int]]:
+    """The headers of a sealed segment, one after another, and where they lie; nothing is verified."""
+    found: list[bytes] = []
+    offsets: list[int] = []
+    at = FIRST_RECORD
+    while at < segment.end:
+        data = segment.files.read(segment.fd, HEADER_BYTES, at)
+        found.append(data.ljust(HEADER_BYTES, b"\0"))
+        offsets.append(at)
+        at += record_bytes(int.from_bytes(data[152:156], "little"))
+    return b"".join(found), offsets
 
 
 def _fits(extent: Extent, segment: Segment) -> bool:
@@ -116,24 +241,11 @@ def _fits(extent: Extent, segment: Segment) -> bool:
     return not extent.end % RECORD_ALIGN and FIRST_RECORD <= extent.end <= segment.header.segment_bytes
 
 
-def _take(
-    header: RecordHeader, segments: Mapping[int, Segment], found: Recovered, index_of: dict[BlockKey, int], now_s: int
-) -> None:
-    """Adopt one record, or lose it to a better one of the same key."""
-    rival = _rival(header.key, found, index_of)
-    if rival is not None:
-        if not segments[header.segment].is_whole(header):
-            found.damaged += 1
-            return
-        rival_flags, rival_segment, rival_offset = rival
-        worse = header.flags & FLAG_APPROXIMATE > rival_flags & FLAG_APPROXIMATE
-        loser = (header.segment, header.offset) if worse else (rival_segment, rival_offset)
-        _mark_dead(segments[loser[0]], loser[1], Mark(MarkReason.MOVED, now_s))
-        if worse:
-            return
-    found.entries[header.key] = entry_of(header)
-    found.tombstones.pop(header.key, None)
-    found.adopted += 1
+def _is_whole(segment: Segment, offset: int) -> bool:
+    try:
+        return segment.is_whole(segment.read_header(offset)[0])
+    except (RecordDamaged, OSError):
+        return False
 
 
 def _mark_dead(segment: Segment, offset: int, mark: Mark) -> None:
@@ -142,29 +254,3 @@ def _mark_dead(segment: Segment, offset: int, mark: Mark) -> None:
         segment.mark(offset, mark)
     except OSError as error:
         log.error("record_not_marked segment=%d offset=%d problem=%r", segment.number, offset, error)
-
-
-def _rival(key: BlockKey, found: Recovered, index_of: dict[BlockKey, int]) -> tuple[int, int, int] | None:
-    """Flags, segment and offset of the record of this key that counts so far."""
-    entry = found.entries.get(key)
-    if entry is not None:
-        row = np.frombuffer(entry, dtype=ENTRY_DTYPE)[0]
-    elif key in index_of:
-        row = found.rows[index_of[key]]
-    else:
-        return None
-    return int(row["flags"]), int(row["segment"]), int(row["offset"])
-
-
-def _apply(found: Recovered, index_of: dict[BlockKey, int]) -> None:
-    """Put the adopted entries into keys and rows."""
-    fresh = [key for key in found.entries if key not in index_of]
-    rows = found.rows.copy()
-    for key, entry in found.entries.items():
-        if key in index_of:
-            rows[index_of[key]] = np.frombuffer(entry, dtype=ENTRY_DTYPE)[0]
-    added = np.frombuffer(b"".join(found.entries[key] for key in fresh), dtype=ENTRY_DTYPE)
-    found.rows = np.concatenate([rows, added])
-    found.keys = [*found.keys, *fresh]
-    gone = set(found.removed) - set(found.entries)
-    found.removed = list(gone)

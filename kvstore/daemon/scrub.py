@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.daemon.codec import Codec, decompress
+from kvstore.daemon.presence import fingerprint_of
 from kvstore.daemon.record import (
     HEADER_BYTES,
     Mark,
@@ -22,7 +23,6 @@ from kvstore.daemon.record import (
     verify_payload,
 )
 from kvstore.daemon.segment import FREE, Segment, SegmentHeader
-from kvstore.keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def _codec_problem(segment: Segment, header: RecordHeader) -> str:
     return ""
 
 
-def verify_record(data: memoryview, segment: SegmentHeader, offset: int, key: BlockKey) -> None:
-    """Raise RecordDamaged unless this is the whole living record of a key at its place; RecordDead if it is marked."""
+def verify_record(data: memoryview, segment: SegmentHeader, offset: int, fingerprint: int) -> None:
+    """Raise RecordDamaged unless this is the whole living record of a key at its place; RecordDead if marked."""
     header = decode_header(data[:HEADER_BYTES], segment=segment.segment, generation=segment.generation, offset=offset)
-    if header.key != key:
+    if fingerprint_of(header.key) != fingerprint:
         raise RecordDamaged("the record holds another block than the index says")
     mark = decode_mark(data[:HEADER_BYTES])
     if mark is not None:

@@ -17,17 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.daemon.files import write_atomically
 from kvstore.daemon.ledger import Ledger, Place
-from kvstore.daemon.record import RecordDamaged, RecordDead, record_bytes
+from kvstore.daemon.record import RecordDamaged, RecordDead
 from kvstore.daemon.scrub import verify_record
 from kvstore.daemon.segment import FREE
 from kvstore.daemon.uncached import UncachedFile
-from kvstore.keys import BlockKey
 from kvstore.limits import MIB
 from kvstore.store import Clock
 
@@ -45,7 +43,7 @@ _STOP_S_MAX = 10.0
 
 log = logging.getLogger(__name__)
 
-Failed = Callable[[BlockKey, Place, Exception, float], object]
+Failed = Callable[[Place, Exception, float], object]
 """What the shard does about a record that could not be read: a miss from now on, and a quarantine if it is damage."""
 
 
@@ -62,13 +60,6 @@ class Progress:
     last_pass_s: float = 0.0
 
 
-class _Due(NamedTuple):
-    """One record to verify, as of when its segment was listed."""
-
-    key: BlockKey
-    place: Place
-
-
 class Scrubber:
     """``start`` runs it on a thread until ``stop``; ``turn`` is one step of it. Numbers are read by any thread."""
 
@@ -80,7 +71,7 @@ class Scrubber:
         self._clock = clock
         self._progress = _load(path)
         self._saved_s = time.monotonic()
-        self._due: list[_Due] = []
+        self._due: list[Place] = []
         """Records of segment ``_listed`` that are yet to be verified, the last one first."""
         self._listed = self._progress.segment
         self._buffer = mmap.mmap(-1, TURN_BYTES)
@@ -117,7 +108,7 @@ class Scrubber:
         """Verify about ``TURN_BYTES`` of one segment; returns the bytes read. 0: this pass is over."""
         if not self._due and not self._find_due():
             return 0
-        place = self._due[0].place
+        place = self._due[0]
         with self._ledger.lock:
             segment = self._ledger.segments.segments.get(place.segment.number)
             if segment is not place.segment or segment.header.generation != place.generation:
@@ -135,7 +126,7 @@ class Scrubber:
         done = 0
         try:
             while self._due and not self._stopped.is_set():
-                size = record_bytes(self._due[-1].place.stored_bytes)
+                size = self._due[-1].record_bytes
                 if done and done + size > TURN_BYTES:
                     break
                 self._verify(file, self._due.pop(), size)
@@ -145,25 +136,25 @@ class Scrubber:
         self._bytes += done
         return done
 
-    def _verify(self, file: UncachedFile, due: _Due, size: int) -> None:
+    def _verify(self, file: UncachedFile, due: Place, size: int) -> None:
         if len(self._buffer) < size:
             self._buffer = mmap.mmap(-1, size)
         view = memoryview(self._buffer)[:size]
         try:
-            count = file.read_into(view, due.place.offset)
-            verify_record(view[:count], due.place.segment.header, due.place.offset, due.key)
+            count = file.read_into(view, due.offset)
+            verify_record(view[:count], due.segment.header, due.offset, due.fingerprint)
         except RecordDead as error:
-            self._failed(due.key, due.place, error, self._clock.now_s())
+            self._failed(due, error, self._clock.now_s())
         except (RecordDamaged, OSError) as error:
             self._found(due, error)
 
-    def _found(self, due: _Due, error: Exception) -> None:
+    def _found(self, due: Place, error: Exception) -> None:
         """A record that is still the block's is damaged; one that was moved or removed meanwhile is nobody's."""
-        if not self._ledger.is_at(due.key, due.place):
+        if not self._ledger.is_at(due):
             return
         self._damaged += 1
-        self._failed(due.key, due.place, error, self._clock.now_s())
-        self._quarantined += not self._ledger.is_at(due.key, due.place)
+        self._failed(due, error, self._clock.now_s())
+        self._quarantined += not self._ledger.is_at(due)
 
     def _find_due(self) -> bool:
         """List the records of the next segment that has any; False once the pass is over."""
@@ -185,11 +176,11 @@ class Scrubber:
             self._end_pass(self._clock.now_s())
         return bool(self._due)
 
-    def _records_of(self, number: int) -> list[_Due]:
+    def _records_of(self, number: int) -> list[Place]:
         presence = self._ledger.presence
         slots = presence.in_segment(number)
-        found = [_Due(presence.key(int(slot)), place) for slot in slots if (place := self._ledger.place(int(slot)))]
-        return sorted(found, key=lambda due: -due.place.offset)
+        found = [place for slot in slots.tolist() if (place := self._ledger.place(slot))]
+        return sorted(found, key=lambda place: -place.offset)
 
     def _end_pass(self, now_s: float) -> None:
         """Count a pass that came to its end, once; begin the next one when its time has come."""

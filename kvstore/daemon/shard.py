@@ -27,10 +27,17 @@ import numpy.typing as npt
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.files import Files
-from kvstore.daemon.index import Index, IndexContent, IndexDamaged, IndexRefused
+from kvstore.daemon.fingerprints import Slots, Words
+from kvstore.daemon.index import Index, IndexDamaged, blocks_max
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place, Taken
-from kvstore.daemon.presence import PresenceMap, Slots, keep_for_table
+from kvstore.daemon.presence import (
+    PresenceMap,
+    digest_words,
+    keep_for_table,
+    key_words,
+)
+from kvstore.daemon.questions import scan, sight
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover
@@ -47,6 +54,7 @@ from kvstore.limits import TOMBSTONES_MAX
 from kvstore.store import AckLevel, BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
+from kvstore.wire import PackedNames
 
 CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
@@ -110,14 +118,14 @@ class Shard:
         )
         index: Index | None = None
         try:
-            index, content = _open_index(volume, layout)
-            recovered = recover(segments.segments, content, now_s)
-            presence = PresenceMap(keep_for_table(rules), tombstones_max(layout))
-            presence.load(recovered.keys, recovered.rows, recovered.tombstones)
+            expected = blocks_max(layout.index_budget_bytes)
+
+            def new_map() -> PresenceMap:
+                return PresenceMap(keep_for_table(rules), tombstones_max(layout), expected)
+
+            index, presence, recovered = _recover(volume, layout, segments, new_map, now_s)
             ledger = Ledger(segments, presence, index, Counters())
-            if recovered.changed:
-                index.refusing = True
-                ledger.mend_index()
+            ledger.mend_index()
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
             shard = cls(parts, rules, pins, commit_window_s)
@@ -156,23 +164,22 @@ class Shard:
     # data plane
 
     def presence_of(
-        self, space_id: SpaceId, keys: Sequence[BlockKey], digests: npt.NDArray[np.uint64], now_s: float
+        self, space_id: SpaceId, words: Words, digests: Words, now_s: float
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """``Presence``, flags and payload bytes of each key; flags and bytes are 0 where it is not PRESENT."""
         with self._ledger.lock:
             presence = self._ledger.presence
-            slots: Slots = presence.slots(keys, len(keys))
-            answer = presence.presence(slots, keys, space_id, digests, now_s)
-            flags = np.zeros(len(keys), dtype=np.uint8)
-            sizes = np.zeros(len(keys), dtype=np.uint32)
-            here = np.flatnonzero(answer == Presence.PRESENT)
-            flags[here] = presence.rows["flags"][slots[here]]
-            sizes[here] = presence.rows["payload_bytes"][slots[here]]
-            return answer, flags, sizes
+            slots = presence.slots(words)
+            answer = presence.presence(slots, words, space_id, digests, now_s)
+            here = answer == Presence.PRESENT
+            shape = presence.shape_of(slots)
+            flags = np.where(here, presence.shapes.flags[shape], np.uint8(0))
+            return answer, flags, np.where(here, presence.shapes.payload_bytes[shape], np.uint32(0))
 
     def has(self, key: BlockKey) -> bool:
         """Whether a record of the key is here, served or not."""
-        return self._ledger.presence.slot(key) >= 0
+        with self._ledger.lock:
+            return self._ledger.presence.slot(key) >= 0
 
     def read_into(self, space_id: SpaceId, name: BlockName, buffer: bytearray | memoryview, now_s: float) -> GetStatus:
         """Fill the buffer with a verified payload; it is zeroed if that failed after bytes had gone into it.
@@ -204,10 +211,10 @@ class Shard:
             except (RecordDamaged, OSError) as error:
                 memoryview(buffer).cast("B")[:] = bytes(len(buffer))
                 if _is_elsewhere(error):
-                    self._failed_read(name.key, place, error, now_s)
+                    self._failed_read(place, error, now_s)
                     return None
                 counters.misses += 1
-                return self._failed_read(name.key, place, error, now_s)
+                return self._failed_read(place, error, now_s)
             counters.hits += 1
             counters.bytes_read += place.payload_bytes
             counters.timed_bytes += place.payload_bytes
@@ -224,7 +231,7 @@ class Shard:
             try:
                 lease = self._lease(space_id, name, place)
             except (RecordDamaged, OSError) as error:
-                self._failed_read(name.key, place, error, now_s)
+                self._failed_read(place, error, now_s)
                 self._ledger.give_back(place)
                 if _is_elsewhere(error):
                     continue
@@ -270,7 +277,7 @@ class Shard:
             try:
                 self._read(space_id, name, place, bytearray(place.payload_bytes))
             except (RecordDamaged, OSError) as error:
-                status = self._failed_read(name.key, place, error, now_s)
+                status = self._failed_read(place, error, now_s)
                 return status is GetStatus.CORRUPT or isinstance(error, OSError)
             return False
 
@@ -300,14 +307,13 @@ class Shard:
 
     def touch(self, space_id: SpaceId, names: Sequence[BlockName], class_byte: int, now_s: int) -> int:
         """Count a use; returns how many were present."""
-        with self._ledger.lock:
-            presence = self._ledger.presence
-            present: list[BlockKey] = []
-            for name in names:
-                slot = presence.slot(name.key)
-                if slot >= 0 and presence.is_alive(slot, now_s) and presence.matches(slot, space_id, name.token_digest):
-                    present.append(name.key)
-            self._ledger.touch(present, class_byte, now_s)
+        packed = PackedNames.pack(names)
+        words, digests = key_words(packed.keys), digest_words(packed.token_digests)
+        with self._ledger.journal:
+            with self._ledger.lock:
+                slots = self._ledger.presence.slots(words)
+                present = self._ledger.presence.served(slots, words, space_id, digests, now_s)
+            self._ledger.touch(np.unique(slots[present]), class_byte, now_s)
         self._ledger.compact_if_due()
         return len(present)
 
@@ -324,7 +330,9 @@ class Shard:
             for begin in range(0, len(doomed), _PURGE_PAGE):
                 page = doomed[begin : begin + _PURGE_PAGE]
                 problem = self._mark_purged(page, now_s) or problem
-                self._ledger.forget(dict.fromkeys(page, Presence.PURGED), now_s)
+                with self._ledger.changing():
+                    slots = np.array([place.slot for place in page if self._ledger.is_at(place)], dtype=np.int64)
+                    self._ledger.forget(slots, np.full(len(slots), Presence.PURGED, dtype=np.uint8), now_s)
             self._ledger.counters.purged += len(doomed)
             try:
                 self._ledger.segments.settle()
@@ -339,74 +347,50 @@ class Shard:
     def spaces(self) -> set[SpaceId]:
         """Spaces that have blocks here."""
         with self._ledger.lock:
-            presence = self._ledger.presence
-            return {SpaceId(row.tobytes()) for row in np.unique(presence.rows["space"][presence.used], axis=0)}
+            return self._ledger.presence.shapes.spaces()
 
-    def scan(self, space_id: SpaceId | None, cursor: bytes, limit: int, now_s: float) -> Iterator[BlockInfo]:
-        """Stored blocks beyond ``cursor`` in key order, at most ``limit``."""
-        given = 0
-        for key in self._ledger.index.keys_after(cursor):
-            with self._ledger.lock:
-                slot = self._ledger.presence.slot(key)
-                if slot < 0 or not (space_id is None or self._ledger.presence.matches(slot, space_id, None)):
-                    continue
-                info = self._info(key, slot, now_s)
-            yield info
-            given += 1
-            if given == limit:
-                return
+    def scan(self, space_id: SpaceId | None, cursor: bytes, limit: int, now_s: float) -> list[BlockInfo]:
+        """Stored blocks beyond ``cursor`` in key order, at most ``limit``. Raises VolumeError."""
+        return scan(self._ledger, space_id, cursor, limit, now_s)
 
     def sight(self, name: BlockName, space_id: SpaceId, now_s: float) -> Sighting:
-        """What is remembered of one block; ``other_spaces`` by a search over all rows (explain is rare)."""
-        with self._ledger.lock:
-            presence = self._ledger.presence
-            wanted = np.frombuffer(name.token_digest, dtype="<u8")
-            twins = np.flatnonzero(presence.alive(now_s) & (presence.rows["digest"] == wanted).all(axis=1))
-            spaces = {SpaceId(presence.rows["space"][slot].tobytes()) for slot in twins}
-            others = tuple(sorted(spaces - {space_id}))
-            slot = presence.slot(name.key)
-            if slot >= 0 and presence.matches(slot, space_id, name.token_digest):
-                alive = presence.is_alive(slot, now_s)
-                until_s = int(presence.until_s(np.array([slot]))[0])
-                since_s = int(presence.rows["written_s"][slot]) if alive else until_s
-                return Sighting(Presence.PRESENT if alive else Presence.EXPIRED, since_s, until_s, others)
-            tombstone = presence.tombstone(name.key)
-            if slot < 0 and tombstone is not None:
-                return Sighting(Presence(tombstone.reason), tombstone.when_s, 0, others)
-            return Sighting(Presence.NEVER, 0, 0, others)
+        """What is remembered of one block; ``other_spaces`` by a search of the whole index (explain is rare)."""
+        return sight(self._ledger, name, space_id, now_s)
 
     def alive_keys(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: float) -> list[BlockKey]:
         """Those of the keys that are served now."""
+        distinct = list(dict.fromkeys(keys))
         with self._ledger.lock:
-            presence = self._ledger.presence
-            slots = [(key, presence.slot(key)) for key in dict.fromkeys(keys)]
-            return [
-                key
-                for key, slot in slots
-                if slot >= 0 and presence.matches(slot, space_id, None) and presence.is_alive(slot, now_s)
-            ]
+            slots = self._slots_in(space_id, distinct)
+            alive = (slots >= 0) & self._ledger.presence.alive(slots, now_s)
+        return [key for key, ok in zip(distinct, alive.tolist(), strict=True) if ok]
+
+    def _slots_in(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> Slots:
+        """Slots of keys in a space, -1 for others; the keys are believed by their fingerprints."""
+        words = key_words(b"".join(keys))
+        slots = self._ledger.presence.slots(words)
+        return np.where(self._ledger.presence.matches(slots, words, space_id, None), slots, -1)
 
     def set_pins(self, pins: Pins) -> None:
         """Replace all pins: ends by (space id, key)."""
-        with self._writer, self._ledger.lock:
+        with self._writer, self._ledger.changing():
             self._pins = pins
-            presence = self._ledger.presence
-            presence.pin_until_s[:] = 0
+            self._ledger.presence.unpin_all()
             for (space_id, key), until_s in pins.items():
-                slot = presence.slot(key)
-                if slot >= 0 and presence.matches(slot, space_id, None):
-                    presence.pin_until_s[slot] = until_s
+                slot = int(self._slots_in(space_id, [key])[0])
+                if slot >= 0:
+                    self._ledger.presence.pin(slot, until_s)
 
     def plan_rules(self, rules: ClassRules, now_s: float) -> tuple[ClassEffect, ...]:
         """What other rules would expire at once."""
         with self._ledger.lock:
             presence = self._ledger.presence
-            alive = presence.alive(now_s)
-            kept = presence.alive_under(keep_for_table(rules), now_s)
-            return effects_of(presence.rows[alive & ~kept])
+            used = presence.used()
+            slots = used[presence.alive(used, now_s)]
+            return effects_of(presence, slots[presence.until_s_under(slots, keep_for_table(rules)) <= now_s])
 
     def set_rules(self, rules: ClassRules) -> None:
-        with self._writer, self._ledger.lock:
+        with self._writer, self._ledger.changing():
             self._rules = rules
             self._ledger.presence.set_rules(keep_for_table(rules))
 
@@ -433,17 +417,20 @@ class Shard:
         """Gauges and counters as numbers; ``by_class`` and ``by_space`` count served blocks and payload bytes."""
         with self._ledger.lock:
             presence = self._ledger.presence
-            alive = presence.alive(now_s)
-            effects = effects_of(presence.rows[alive])
+            used = presence.used()
+            alive = used[presence.alive(used, now_s)]
+            effects = effects_of(presence, alive)
             segments = self._ledger.segments
             sealed = sum(item.sealed for item in segments.segments.values())
             return {
-                "blocks": int(alive.sum()),
-                "blocks_expired_unswept": int((presence.used & ~alive).sum()),
+                "blocks": len(alive),
+                "blocks_expired_unswept": len(used) - len(alive),
                 "blocks_max": self._reclaimer.blocks_max,
-                "payload_bytes": int(presence.rows["payload_bytes"][alive].sum(dtype=np.int64)),
-                "pinned_blocks": int((presence.pin_until_s > now_s).sum()),
+                "payload_bytes": sum(effect.payload_bytes for effect in effects),
+                "pinned_blocks": len(presence.pinned_slots(now_s)),
                 "tombstones": len(presence.tombstones),
+                "presence_bytes": presence.memory_bytes,
+                "tombstone_bytes": presence.tombstones.memory_bytes,
                 "capacity_bytes": self._parts.layout.capacity_bytes,
                 "segment_bytes": self._parts.layout.segment_bytes,
                 "segments_max": segments.segments_max,
@@ -454,6 +441,7 @@ class Shard:
                 "segments_failed": sum(item.failed for item in segments.segments.values()),
                 "leases": sum(item.leases for item in segments.segments.values()),
                 "index_bytes": self._ledger.index.disk_bytes(),
+                "index_compactions": self._ledger.index.compactions,
                 "index_budget_bytes": self._parts.layout.index_budget_bytes,
                 "recovery_s": self._parts.recovery_s,
                 "recovered_adopted": self._parts.recovered.adopted,
@@ -530,7 +518,7 @@ class Shard:
         """Read and verify a whole block into a buffer of its payload's length. Raises RecordDamaged or OSError."""
         if place.codec == Codec.NONE:
             return self._check(space_id, name, *place.segment.read_record(place.offset, buffer))
-        stored = bytearray(place.stored_bytes)
+        stored = bytearray(place.segment.read_header(place.offset)[0].stored_bytes)
         header = self._check(space_id, name, *place.segment.read_record(place.offset, stored))
         memoryview(buffer).cast("B")[:] = decompress(header.codec, stored, header.payload_bytes)
         return header
@@ -543,15 +531,15 @@ class Shard:
             raise RecordDead(mark)
         return header
 
-    def _failed_read(self, key: BlockKey, place: Place, error: Exception, now_s: float) -> GetStatus:
+    def _failed_read(self, place: Place, error: Exception, now_s: float) -> GetStatus:
         """Quarantine what failed. A record that was removed meanwhile, or whose removal the index had
         lost, is a miss.
         """
         counters = self._ledger.counters
         if isinstance(error, RecordDead) and error.mark.reason is not MarkReason.DAMAGED:
-            self._ledger.forget_dead(key, place, error.mark)
+            self._ledger.forget_dead(place, error.mark)
             return GetStatus.MISS
-        if not self._ledger.quarantine(key, place, int(now_s)):
+        if not self._ledger.quarantine(place, int(now_s)):
             return GetStatus.MISS
         log.error("read_failed segment=%d offset=%d problem=%s", place.segment.number, place.offset, error)
         if isinstance(error, OSError):
@@ -560,26 +548,25 @@ class Shard:
         counters.corrupt += 1
         return GetStatus.CORRUPT
 
-    def _stored(self, space_id: SpaceId, keys: Sequence[BlockKey] | None) -> list[BlockKey]:
-        """Those of the keys, or all (None), that are stored in the space, each once."""
+    def _stored(self, space_id: SpaceId, keys: Sequence[BlockKey] | None) -> list[Place]:
+        """Places of those of the keys, or of all (None), that are stored in the space, each once; a key is compared
+        with the record's own.
+        """
         with self._ledger.lock:
-            presence = self._ledger.presence
             if keys is None:
-                return [presence.key(int(slot)) for slot in presence.in_space(space_id)]
-            slots = {key: presence.slot(key) for key in keys}
-            return [key for key, slot in slots.items() if slot >= 0 and presence.matches(slot, space_id, None)]
+                wanted = dict.fromkeys(self._ledger.presence.in_space(space_id).tolist())
+            else:
+                distinct = list(dict.fromkeys(keys))
+                wanted = dict(zip(self._slots_in(space_id, distinct).tolist(), distinct, strict=True))
+            places = [(place, key) for slot, key in wanted.items() if slot >= 0 and (place := self._ledger.place(slot))]
+        return [place for place, key in places if key is None or _holds(place, key)]
 
-    def _mark_purged(self, keys: Sequence[BlockKey], now_s: int) -> OSError | None:
+    def _mark_purged(self, places: Sequence[Place], now_s: int) -> OSError | None:
         """Mark on disk without the ledger's lock, so that nobody's lookup waits for the disk: in the writer's hands no
         record moves, and no segment is recycled.
         """
-        with self._ledger.lock:
-            slots = [self._ledger.presence.slot(key) for key in keys]
-            places = [self._ledger.place(slot) for slot in slots if slot >= 0]
         problem: OSError | None = None
         for place in places:
-            if place is None:
-                continue
             try:
                 place.segment.mark(place.offset, Mark(MarkReason.PURGED, now_s))
             except OSError as error:
@@ -591,7 +578,7 @@ class Shard:
     ) -> list[PutOutcome]:
         """What the disk did not confirm, now or when its segment was sealed, is not acknowledged and not served."""
         result = list(outcomes)
-        with self._ledger.lock:
+        with self._ledger.changing():
             for position, block in enumerate(blocks):
                 slot = self._ledger.presence.slot(block.name.key)
                 place = self._ledger.place(slot) if slot >= 0 else None
@@ -599,28 +586,16 @@ class Shard:
                     continue
                 if outcomes[position].value <= PutOutcome.REPLACED:
                     result[position] = PutOutcome.REFUSED
-                    self._ledger.quarantine(block.name.key, place, now_s)
+                    self._ledger.quarantine(place, now_s)
         return result
 
-    def _info(self, key: BlockKey, slot: int, now_s: float) -> BlockInfo:
-        presence = self._ledger.presence
-        row = presence.rows[slot]
-        pairs = zip(row["touch_class"], row["touch_s"], strict=True)
-        return BlockInfo(
-            key=key,
-            space_id=SpaceId(row["space"].tobytes()),
-            parent=BlockKey(row["parent"].tobytes()),
-            index=int(row["index"]),
-            tokens=int(row["tokens"]),
-            flags=int(row["flags"]),
-            stored_bytes=int(row["stored_bytes"]),
-            payload_bytes=int(row["payload_bytes"]),
-            written_s=int(row["written_s"]),
-            keep_until_s=int(presence.keep_until_s[slot]),
-            touches={int(class_byte): int(touch_s) for class_byte, touch_s in pairs if class_byte},
-            pinned=bool(presence.pin_until_s[slot] > now_s),
-            segment=int(row["segment"]),
-        )
+
+def _holds(place: Place, key: BlockKey) -> bool:
+    """Whether a record is that of a key; one that cannot be read is taken for it: it shall go in any case."""
+    try:
+        return place.segment.read_header(place.offset)[0].key == key
+    except (RecordDamaged, OSError):
+        return True
 
 
 def _extents(taken: Taken, where: npt.NDArray[np.bool_]) -> int:
@@ -641,28 +616,32 @@ def tombstones_max(layout: VolumeLayout) -> int:
     return min(TOMBSTONES_MAX, layout.index_budget_bytes // (4 * _TOMBSTONE_DISK_BYTES))
 
 
-def _open_index(volume: Volume, layout: VolumeLayout) -> tuple[Index, IndexContent | None]:
-    """The index and its content; a damaged one is removed and begun anew, to be rebuilt from segments."""
+def _recover(
+    volume: Volume, layout: VolumeLayout, segments: SegmentSet, new_map: Callable[[], PresenceMap], now_s: int
+) -> tuple[Index, PresenceMap, Recovered]:
+    """The index and what is served; a damaged index is removed and begun anew, from the segments."""
     index: Index | None = None
     try:
         index = Index.open(volume.index_path, layout.index_budget_bytes)
-        return index, index.load()
+        presence = new_map()
+        return index, presence, recover(segments.segments, presence, index, index.summary(), now_s)
     except IndexDamaged as error:
         log.error("index_damaged path=%s problem=%s: rebuilding it from the segments", volume.index_path, error)
         if index is not None:
             index.close()
-        Index.destroy(volume.index_path)
-        try:
-            return Index.open(volume.index_path, layout.index_budget_bytes), None
-        except (IndexDamaged, IndexRefused) as again:
-            raise VolumeError(f"the index of {volume.path} cannot be created: {again}") from again
+    Index.destroy(volume.index_path)
+    try:
+        index = Index.open(volume.index_path, layout.index_budget_bytes)
+    except IndexDamaged as again:
+        raise VolumeError(f"the index of {volume.path} cannot be created: {again}") from again
+    presence = new_map()
+    return index, presence, recover(segments.segments, presence, index, None, now_s)
 
 
 def _account(ledger: Ledger) -> dict[str, int]:
     """Sums over segments, see ``Shard.accounting``."""
     presence = ledger.presence
-    slots = np.flatnonzero(presence.used)
-    sizes = -(-(presence.rows["stored_bytes"][slots].astype(np.int64) + HEADER_BYTES) // 4096) * 4096
+    sizes = presence.record_bytes_of(presence.used())
     segments = ledger.segments.segments.values()
     used = sum(segment.end - 4096 for segment in segments)
     total = sum(segment.header.segment_bytes for segment in segments)

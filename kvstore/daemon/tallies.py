@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.daemon.index import Rows
+from kvstore.daemon.fingerprints import Slots
+from kvstore.daemon.presence import PresenceMap
 from kvstore.keys import SpaceId
 from kvstore.store import ClassEffect
 
@@ -44,33 +44,29 @@ class Counters:
     bytes_written: int = 0
     write_errors: int = 0
     index_errors: int = 0
-    index_compactions: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def effects_of(rows: Rows) -> tuple[ClassEffect, ...]:
-    """Blocks and payload bytes by class and space, ordered by both; a block counts for the class that
+def effects_of(presence: PresenceMap, slots: Slots) -> tuple[ClassEffect, ...]:
+    """Blocks and payload bytes of some rows by class and space, ordered by both; a block counts for the class that
     touched it last.
     """
-    groups: dict[tuple[int, bytes], list[int]] = {}
-    if not len(rows):
+    if not len(slots):
         return ()
-    spaces = np.ascontiguousarray(rows["space"]).view("V32").ravel()
-    latest = np.where(rows["touch_class"] != 0, rows["touch_s"].astype(np.int64), -1).argmax(axis=1)
-    classes = rows["touch_class"][np.arange(len(rows)), latest]
-    names, inverse = np.unique(spaces, return_inverse=True)
-    pairs = inverse.astype(np.int64) * 256 + classes
-    for pair in np.unique(pairs):
-        here: npt.NDArray[np.bool_] = pairs == pair
-        space, class_byte = divmod(int(pair), 256)
-        total = int(rows["payload_bytes"][here].sum(dtype=np.int64))
-        groups[(class_byte, names[space].tobytes())] = [int(here.sum()), total]
-    return tuple(
-        ClassEffect(class_byte, SpaceId(space), blocks, payload_bytes)
-        for (class_byte, space), (blocks, payload_bytes) in sorted(groups.items())
-    )
+    shapes = presence.shapes
+    shape = presence.shape_of(slots)
+    pairs = shapes.space[shape].astype(np.int64) * 256 + presence.class_of(slots)
+    values, inverse = np.unique(pairs, return_inverse=True)
+    blocks = np.bincount(inverse.ravel())
+    totals = np.zeros(len(values), dtype=np.int64)
+    np.add.at(totals, inverse.ravel(), shapes.payload_bytes[shape].astype(np.int64))
+    effects = [
+        ClassEffect(pair % 256, shapes.space_id(pair // 256), count, total)
+        for pair, count, total in zip(values.tolist(), blocks.tolist(), totals.tolist(), strict=True)
+    ]
+    return tuple(sorted(effects, key=lambda effect: (effect.class_byte, effect.space_id)))
 
 
 def merge_effects(effects: Iterable[ClassEffect]) -> tuple[ClassEffect, ...]:

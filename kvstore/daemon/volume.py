@@ -21,7 +21,6 @@ from kvstore.daemon.segment import FIRST_RECORD
 from kvstore.errors import VolumeError, VolumeFormat, VolumeInUse
 from kvstore.limits import (
     CAPACITY_BYTES_MIN,
-    GIB,
     KIB,
     MIB,
     SEGMENT_BYTES_DEFAULT,
@@ -79,7 +78,7 @@ def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayou
     layout = VolumeLayout(
         capacity_bytes=capacity_bytes,
         segment_bytes=segment_bytes,
-        index_budget_bytes=min(max(capacity_bytes // 64, 2 * MIB), GIB),
+        index_budget_bytes=max(capacity_bytes // 64, 2 * MIB),
         catalog_budget_bytes=min(max(capacity_bytes // 256, MIB // 2), 64 * MIB),
     )
     if layout.segments_max < SEGMENTS_MIN:

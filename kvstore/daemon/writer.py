@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.daemon.index import IndexRefused, entries_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.reclaimer import DAY_S, Reclaimer
@@ -98,8 +100,8 @@ class Writer:
     ) -> list[PutOutcome]:
         outcomes = [PutOutcome.REFUSED] * len(blocks)
         pending: list[_Planned] = []
-        touched: list[BlockKey] = []
-        with self._ledger.lock:
+        touched: list[int] = []
+        with self._ledger.changing():
             for position, block in enumerate(blocks):
                 planned = self._plan(space_id, position, block, class_byte, now_s)
                 if isinstance(planned, _Planned):
@@ -107,8 +109,8 @@ class Writer:
                 else:
                     outcomes[position] = planned
                     if planned is PutOutcome.TOUCHED:
-                        touched.append(block.name.key)
-            self._ledger.touch(touched, class_byte, now_s)
+                        touched.append(self._ledger.presence.slot(block.name.key))
+            self._ledger.touch(np.array(touched, dtype=np.int64), class_byte, now_s)
         self._write(space_id, pending, class_byte, now_s, outcomes)
         self._count(outcomes)
         return outcomes
@@ -122,26 +124,23 @@ class Writer:
         fresh = ((class_byte, now_s),)
         if slot < 0:
             return _Planned(position, block, fresh, replaces=False)
-        if not presence.matches(slot, space_id, block.name.token_digest):
+        if presence.find(space_id, block.name.key, block.name.token_digest) < 0:
             return PutOutcome.REFUSED  # another prefix has this key: neither may be served for the other
         place = self._ledger.place(slot)
         if place is None or not presence.is_alive(slot, now_s):
-            self._bury_expired(block.name.key, place, now_s)
+            self._bury_expired(slot, place, now_s)
             return _Planned(position, block, fresh, replaces=False)
         if place.flags & FLAG_APPROXIMATE and not block.flags & FLAG_APPROXIMATE:
             presence.touch(slot, class_byte, now_s)
-            row = presence.rows[slot]
-            pairs = zip(row["touch_class"], row["touch_s"], strict=True)
-            touches = tuple((int(byte), int(touch_s)) for byte, touch_s in pairs if byte)
-            return _Planned(position, block, touches, replaces=True)
+            return _Planned(position, block, presence.touches(slot), replaces=True)
         return PutOutcome.TOUCHED
 
-    def _bury_expired(self, key: BlockKey, place: Place | None, now_s: int) -> None:
+    def _bury_expired(self, slot: int, place: Place | None, now_s: int) -> None:
         if place is not None:
             with contextlib.suppress(OSError):
                 self._ledger.mark(place, Mark(MarkReason.EXPIRED, now_s))
         self._ledger.counters.expired += 1
-        self._ledger.forget({key: Presence.EXPIRED}, now_s)
+        self._ledger.forget_one(slot, Presence.EXPIRED, now_s)
 
     def _write(
         self,
@@ -216,18 +215,21 @@ class Writer:
     ) -> bool:
         """Make the written records count."""
         good = [(planned, header) for planned, header, ok in zip(run, headers, intact, strict=True) if ok]
-        pins_s = {header.key: self._pins_s(space_id, header.key) for _, header in good}
+        pins_s = {header.key: end_s for _, header in good if (end_s := self._pins_s(space_id, header.key))}
         try:
             for header, ok in zip(headers, intact, strict=True):
                 if not ok:
                     segment.mark(header.offset, Mark(MarkReason.QUARANTINED, now_s))
             replaced = [header.key for planned, header in good if planned.replaces]
-            if replaced:
+            rows = entries_of(header for _, header in good)
+            if not replaced:
+                self._ledger.store(rows, [segment], pins_s)
+            else:
                 segment.sync()
-            with self._ledger.lock:
-                for key in replaced:
-                    self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, now_s))
-                self._ledger.store(entries_of(header for _, header in good), [segment], pins_s)
+                with self._ledger.changing():
+                    for key in replaced:
+                        self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, now_s))
+                    self._ledger.store(rows, [segment], pins_s)
         except (IndexRefused, OSError) as error:
             self._ledger.counters.write_errors += 1
             log.error("records_not_indexed segment=%d problem=%r", segment.number, error)

@@ -342,6 +342,9 @@ class _Cursor:
     def __init__(self, pairs: list[tuple[bytes, bytes]]) -> None:
         self._left: Iterator[tuple[bytes, bytes]] = iter(pairs)
 
+    def __iter__(self) -> _Cursor:
+        return self
+
     def __next__(self) -> tuple[bytes, bytes]:
         return next(self._left)
 
@@ -356,9 +359,13 @@ def index(data: bytes) -> None:
     count_key = index_module._COUNT_KEY
     while not program.ended and len(pairs) < 64:
         kind = program.below(6)
-        key = b"btsm"[kind % 4 : kind % 4 + 1] + program.take((32, 32, 4, 4, 40, 2)[kind])
+        key = b"btsm"[kind % 4 : kind % 4 + 1] + program.take((8, 8, 4, 4, 40, 2)[kind])
         size = (index_module.ENTRY_BYTES, 9, 16, 12, program.below(300), program.below(30))[kind]
-        pairs.append((key, program.take(size).ljust(size, b"\x01")))
+        value = program.take(size).ljust(size, b"\x01")
+        if kind == 0 and len(key) == 9:  # an entry that says where it lies: others are damage at once
+            offset = int.from_bytes(key[5:], "big") * 4096
+            value = value[:32] + key[4:0:-1] + value[36:48] + offset.to_bytes(8, "little") + value[56:]
+        pairs.append((key, value))
     if program.flag() or not pairs or data[0] & 1:
         entries = sum(key[:1] == b"b" for key, _ in dict(pairs).items())
         pairs.append((count_key, struct.pack("<QI", entries, index_module.INDEX_VERSION)))
@@ -368,13 +375,13 @@ def index(data: bytes) -> None:
     except IndexDamaged:
         return
     if content is not None:
-        assert len(content.keys) == len(content.rows)
-        assert all(len(key) == 32 for key in (*content.keys, *content.tombstones))
+        keys = [pair[0][1:] for pair in sorted(dict(pairs).items()) if pair[0][:1] == b"b"]
+        assert index_module.place_words(content.rows).astype(">u8").tobytes() == b"".join(keys)
 
 
 def index_seeds() -> list[bytes]:
-    block = bytes([0]) + bytes(32) + bytes(index_module.ENTRY_BYTES)
-    tombstone, extent = bytes([1]) + bytes(32) + bytes([4] * 9), bytes([2]) + bytes(4) + bytes(16)
+    block = bytes([0]) + bytes(8) + bytes(index_module.ENTRY_BYTES)
+    tombstone, extent = bytes([1]) + bytes(8) + bytes([4] * 9), bytes([2]) + bytes(4) + bytes(16)
     return [block + tombstone + extent, tombstone, extent, bytes([4]) + bytes(40) + bytes([20]) + bytes(20)]
 
 

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.daemon.index import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
+    NO_ROWS,
     Extent,
     Index,
     IndexBatch,
     IndexDamaged,
-    Tombstone,
+    Rows,
     blocks_max,
+    place_words,
 )
-from kvstore.keys import BlockKey
+from kvstore.daemon.tombstones import Tombstone
 from kvstore.limits import MIB
 from tests.support.nodes import disk_bytes
 
 BUDGET = 2 * MIB
 
 
-def a_key(number: int) -> BlockKey:
-    return BlockKey(random.Random(number).randbytes(32))
+def a_row(number: int, tokens: int = 1) -> Rows:
+    rows = np.frombuffer(random.Random(number).randbytes(ENTRY_BYTES), dtype=ENTRY_DTYPE).copy()
+    rows["segment"], rows["offset"], rows["tokens"] = 1 + number // 1000, 4096 * (1 + number % 1000), tokens
+    return rows
 
 
-def an_entry(number: int) -> bytes:
-    return random.Random(number).randbytes(ENTRY_BYTES)
+def some_rows(numbers: Iterable[int], tokens: int = 1) -> Rows:
+    return np.concatenate([NO_ROWS, *(a_row(number, tokens) for number in numbers)])
 
 
 def filled(path: Path, count: int) -> Index:
     index = Index.open(path, BUDGET)
-    entries = [(a_key(number), an_entry(number)) for number in range(count)]
     index.write(
         IndexBatch(
-            entries=entries,
+            rows=some_rows(range(count)),
             extents={3: Extent(9, 4096)},
-            tombstones={a_key(-1): Tombstone(3, 55)},
+            tombstones={77: Tombstone(3, 55)},
             blocks=count,
         )
     )
@@ -47,16 +53,17 @@ def filled(path: Path, count: int) -> Index:
 
 
 def test_everything_survives_a_reopen(tmp_path: Path) -> None:
-    filled(tmp_path / "index", 100).close()
+    filled(tmp_path / "index", 1100).close()
     index = Index.open(tmp_path / "index", BUDGET)
     content = index.load()
-    index.close()
     assert content is not None
-    assert sorted(content.keys) == sorted(a_key(number) for number in range(100))
-    by_key = dict(zip(content.keys, content.rows, strict=True))
-    assert by_key[a_key(5)].tobytes() == an_entry(5)
+    assert content.rows.tobytes() == some_rows(range(1100)).tobytes()
     assert content.extents == {3: Extent(9, 4096)}
-    assert content.tombstones == {a_key(-1): Tombstone(3, 55)}
+    assert content.tombstones == {77: Tombstone(3, 55)}
+    rows, at = index.values(place_words(some_rows([5, 2000, 7])))
+    assert rows.tobytes() == some_rows([5, 7]).tobytes()
+    assert at.tolist() == [0, 2]
+    index.close()
 
 
 def test_a_new_index_is_empty_not_damaged(tmp_path: Path) -> None:
@@ -68,7 +75,7 @@ def test_a_new_index_is_empty_not_damaged(tmp_path: Path) -> None:
 def test_a_lost_entry_is_found_by_the_count(tmp_path: Path) -> None:
     """A batch that says another number of entries than there are makes the next load refuse the index."""
     index = filled(tmp_path / "index", 10)
-    index.write(IndexBatch(removed=[a_key(1)], blocks=10))
+    index.write(IndexBatch(removed=place_words(a_row(1)), blocks=10))
     with pytest.raises(IndexDamaged, match="should hold 10"):
         index.load()
     index.close()
@@ -78,7 +85,7 @@ def test_a_lost_entry_is_found_by_the_count(tmp_path: Path) -> None:
 def test_damaged_files_are_damage_not_a_crash(tmp_path: Path, pattern: str) -> None:
     """Bytes overwritten in RocksDB's files end in IndexDamaged at open or load."""
     index = filled(tmp_path / "index", 2000)
-    index.rewrite([IndexBatch(entries=[(a_key(n), an_entry(n))], blocks=n + 1) for n in range(3000)])
+    index.rewrite([IndexBatch(rows=a_row(n), blocks=n + 1) for n in range(3000)])
     index.close()
     spoiled = sorted((tmp_path / "index").glob(pattern))
     assert spoiled
@@ -95,12 +102,16 @@ def test_damaged_files_are_damage_not_a_crash(tmp_path: Path, pattern: str) -> N
             again.close()
 
 
-def test_keys_come_in_order_and_pages_go_on_after_the_cursor(tmp_path: Path) -> None:
+def test_pages_come_by_place_whatever_is_written_between_them(tmp_path: Path) -> None:
+    """A page of entries that went meanwhile is passed over; what lies behind comes."""
     index = filled(tmp_path / "index", 1500)
-    keys = list(index.keys_after(b""))
-    assert keys == sorted(keys)
-    assert len(keys) == 1500
-    assert list(index.keys_after(keys[700])) == keys[701:]
+    places: list[int] = []
+    for rows in index.pages(100):
+        places += place_words(rows).tolist()
+        if len(places) == 100:
+            index.write(IndexBatch(removed=place_words(some_rows(range(50, 250))), blocks=1300))
+    wanted = place_words(some_rows([*range(100), *range(250, 1500)]))
+    assert places == wanted.tolist()
     index.close()
 
 
@@ -109,21 +120,49 @@ def test_the_directory_stays_within_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "index"
     count = blocks_max(BUDGET)
     index = filled(path, count)
-    keys = [a_key(number) for number in range(count)]
-    state = {key: an_entry(number) for number, key in enumerate(keys)}
+    state = some_rows(range(count))
     highest = 0
     for turn in range(60):
-        changed = random.Random(turn).sample(keys, 500)
-        for key in changed:
-            state[key] = random.Random(turn).randbytes(ENTRY_BYTES)
-        index.write(IndexBatch(entries=[(key, state[key]) for key in changed], blocks=count))
-        index.compact_if_due([IndexBatch(entries=list(state.items()), blocks=count)])
+        changed = random.Random(turn).sample(range(count), 500)
+        state["tokens"][changed] = turn
+        index.write(IndexBatch(rows=state[changed], blocks=count))
+        if index.compact_if_due() and index._copying is not None:
+            index._copying.join()
         highest = max(highest, disk_bytes(path))
+    index.close()
     assert highest <= BUDGET
+    index = Index.open(path, BUDGET)
     content = index.load()
     index.close()
     assert content is not None
-    assert {key: row.tobytes() for key, row in zip(content.keys, content.rows, strict=True)} == state
+    assert content.rows.tobytes() == state.tobytes()
+
+
+def test_what_is_written_during_a_compaction_is_in_the_new_database(tmp_path: Path) -> None:
+    """Entries before and behind the place of the copy are added, changed and removed while it goes on."""
+    index = filled(tmp_path / "index", 3000)
+    state = dict.fromkeys(range(3000), 1)
+    drawn = random.Random(3)
+    compacting = threading.Thread(target=index.compact)
+    compacting.start()
+    turn = 1
+    while compacting.is_alive() or turn < 20:
+        turn += 1
+        changed = drawn.sample(range(3300), 40)
+        gone = [number for number in drawn.sample(sorted(state), 20) if number not in changed]
+        state |= dict.fromkeys(changed, turn)
+        for number in gone:
+            del state[number]
+        removed = place_words(some_rows(gone))
+        index.write(IndexBatch(rows=some_rows(changed, turn), removed=removed, blocks=len(state)))
+    compacting.join()
+    assert index.compactions == 1
+    content = index.load()
+    index.close()
+    assert content is not None
+    wanted = np.concatenate([a_row(number, tokens) for number, tokens in sorted(state.items())])
+    assert content.rows.tobytes() == wanted.tobytes()
+    assert not (tmp_path / "index.new").exists()
 
 
 def test_a_crash_in_the_middle_of_a_compaction_keeps_the_index(tmp_path: Path) -> None:
@@ -136,7 +175,7 @@ def test_a_crash_in_the_middle_of_a_compaction_keeps_the_index(tmp_path: Path) -
     content = index.load()
     index.close()
     assert content is not None
-    assert len(content.keys) == 10
+    assert len(content.rows) == 10
     assert not path.with_name("index.new").exists()
 
 
@@ -148,6 +187,6 @@ def test_reading_only_changes_no_byte(tmp_path: Path) -> None:
     content = index.load()
     index.close()
     assert content is not None
-    assert len(content.keys) == 50
+    assert len(content.rows) == 50
     assert {item.name: item.read_bytes() for item in path.iterdir()} == before
     assert ENTRY_DTYPE.itemsize == ENTRY_BYTES

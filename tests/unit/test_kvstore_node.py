@@ -544,7 +544,7 @@ def test_an_entry_that_points_at_another_block_never_serves_it(bench: Bench, len
     names = fill(bench.node, bench.space, 3, seed=1).names
     presence = bench.node._shards[0]._ledger.presence
     first, second = (presence.slot(name.key) for name in names[:2])
-    presence.rows["offset"][[first, second]] = presence.rows["offset"][[second, first]]
+    presence.places[[first, second]] = presence.places[[second, first]]
     for name in names[:2]:
         if lent:
             assert bench.node.open_payload(bench.space, name) is None

@@ -6,11 +6,19 @@ import random
 import time
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.daemon.index import ENTRY_DTYPE, Tombstone, entry_of
-from kvstore.daemon.presence import PresenceMap, digest_words, keep_for_table, keep_until, merge_touch
+from kvstore.daemon.index import Rows, entries_of
+from kvstore.daemon.presence import (
+    PresenceMap,
+    digest_words,
+    fingerprint_of,
+    fingerprints_in,
+    keep_for_table,
+    key_words,
+    merge_touch,
+)
 from kvstore.daemon.record import RecordHeader
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.store import Presence
@@ -19,43 +27,58 @@ from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
 
 SPACE = SpaceId(b"\x05" * 32)
 NOW_S = 1_800_000_000
+ZERO = np.array([0])
 
 
-def an_entry(key: BlockKey, touches: tuple[tuple[int, int], ...] = ((AGENT, NOW_S),)) -> bytes:
-    return entry_of(
-        RecordHeader(
-            segment=1,
-            generation=2,
-            offset=4096,
-            key=key,
-            parent=key,
-            space_id=SPACE,
-            token_digest=TokenDigest(key[:16]),
-            index=0,
-            tokens=64,
-            class_byte=1,
-            flags=0,
-            codec=0,
-            stored_bytes=100,
-            payload_bytes=100,
-            written_s=NOW_S,
-            checksum=1,
-            touches=touches,
-        )
+def a_header(key: BlockKey, touches: tuple[tuple[int, int], ...] = ((AGENT, NOW_S),), place: int = 1) -> RecordHeader:
+    return RecordHeader(
+        segment=1 + place // 100,
+        generation=2,
+        offset=4096 * (1 + place % 100),
+        key=key,
+        parent=key,
+        space_id=SPACE,
+        token_digest=TokenDigest(key[:16]),
+        index=0,
+        tokens=64,
+        class_byte=1,
+        flags=0,
+        codec=0,
+        stored_bytes=100,
+        payload_bytes=100,
+        written_s=NOW_S,
+        checksum=1,
+        touches=touches,
     )
+
+
+def rows_for(*keys: BlockKey, touches: tuple[tuple[int, int], ...] = ((AGENT, NOW_S),)) -> Rows:
+    return entries_of(a_header(key, touches) for key in keys)
 
 
 def a_map(count: int = 3, tombstones_max: int = 4) -> tuple[PresenceMap, list[BlockKey]]:
     presence = PresenceMap(keep_for_table(TEST_RULES), tombstones_max)
     keys = [BlockKey(bytes([number + 1]) * 32) for number in range(count)]
-    for key in keys:
-        presence.add(key, an_entry(key))
+    presence.insert(rows_for(*keys))
     return presence, keys
 
 
-def ask(presence: PresenceMap, keys: list[BlockKey], now_s: float, space: SpaceId = SPACE) -> list[int]:
-    digests = digest_words([TokenDigest(key[:16]) for key in keys])
-    return presence.presence(presence.slots(keys, len(keys)), keys, space, digests, now_s).tolist()
+def ask(
+    presence: PresenceMap, keys: list[BlockKey], now_s: float, space: SpaceId = SPACE, digests: bytes = b""
+) -> list[int]:
+    words = key_words(b"".join(keys))
+    asked = digest_words(digests or b"".join(key[:16] for key in keys))
+    return presence.presence(presence.slots(words), words, space, asked, now_s).tolist()
+
+
+def until_s(presence: PresenceMap) -> int:
+    return int(presence.until_s(ZERO)[0])
+
+
+def stored_touches(presence: PresenceMap, key: BlockKey) -> bytes:
+    rows = rows_for(key)
+    presence.write_touches(rows, ZERO)
+    return rows.tobytes()
 
 
 def test_a_block_is_present_until_its_deadline_and_not_a_second_longer() -> None:
@@ -64,12 +87,15 @@ def test_a_block_is_present_until_its_deadline_and_not_a_second_longer() -> None
     assert ask(presence, keys, NOW_S + 3 * DAY_S) == [Presence.EXPIRED] * 3
 
 
-def test_another_space_or_token_digest_is_a_miss() -> None:
-    """A key alone is not believed: with a hash that collides, both checks still tell the prefixes apart."""
+def test_another_space_token_digest_or_rest_of_the_key_is_a_miss() -> None:
+    """A fingerprint alone is not believed: where it collides, the check tells the prefixes apart."""
     presence, keys = a_map()
     assert ask(presence, keys, NOW_S, SpaceId(b"\x06" * 32)) == [Presence.NEVER] * 3
-    other = digest_words([TokenDigest(b"\xff" * 16)] * 3)
-    assert presence.presence(presence.slots(keys, 3), keys, SPACE, other, NOW_S).tolist() == [Presence.NEVER] * 3
+    assert ask(presence, keys, NOW_S, digests=b"\xff" * 48) == [Presence.NEVER] * 3
+    for at in range(8, 32):
+        twin = bytearray(keys[0])
+        twin[at] ^= 1
+        assert ask(presence, [BlockKey(bytes(twin))], NOW_S, digests=keys[0][:16]) == [Presence.NEVER]
 
 
 def test_the_deadline_is_the_maximum_over_classes() -> None:
@@ -77,33 +103,49 @@ def test_the_deadline_is_the_maximum_over_classes() -> None:
     presence, keys = a_map(1)
     presence.touch(0, CHAT, NOW_S + 10)
     presence.touch(0, AGENT, NOW_S + DAY_S)
-    assert presence.keep_until_s[0] == NOW_S + 10 + 7 * DAY_S
+    assert until_s(presence) == NOW_S + 10 + 7 * DAY_S
+    assert ask(presence, keys, NOW_S + 10 + 7 * DAY_S - 1) == [Presence.PRESENT]
     shorter = ClassRules((ClassRule(AGENT, "agent", 3 * DAY_S), ClassRule(CHAT, "chat", 60)))
-    assert presence.alive_under(keep_for_table(shorter), NOW_S + 4 * DAY_S - 1)[0]
+    assert presence.until_s_under(ZERO, keep_for_table(shorter))[0] == NOW_S + 4 * DAY_S
     presence.set_rules(keep_for_table(shorter))
-    assert presence.keep_until_s[0] == NOW_S + DAY_S + 3 * DAY_S
+    assert until_s(presence) == NOW_S + DAY_S + 3 * DAY_S
     assert ask(presence, keys, NOW_S + 4 * DAY_S) == [Presence.EXPIRED]
+
+
+def test_a_pin_holds_a_block_until_its_end_and_goes_with_the_row() -> None:
+    presence, keys = a_map(2)
+    presence.pin(0, NOW_S + 9 * DAY_S)
+    assert ask(presence, keys, NOW_S + 8 * DAY_S) == [Presence.PRESENT, Presence.EXPIRED]
+    assert presence.pinned_slots(NOW_S).tolist() == [0]
+    presence.remove(ZERO)
+    presence.insert(rows_for(keys[0]))
+    assert ask(presence, keys, NOW_S + 8 * DAY_S) == [Presence.EXPIRED, Presence.EXPIRED]
 
 
 def test_an_unknown_class_is_kept_at_the_longest_promise() -> None:
     presence, keys = a_map(1)
-    presence.add(keys[0], an_entry(keys[0], ((200, NOW_S),)))
-    assert presence.keep_until_s[0] == NOW_S + 7 * DAY_S
+    presence.insert(rows_for(keys[0], touches=((200, NOW_S),)))
+    assert until_s(presence) == NOW_S + 7 * DAY_S
 
 
 def test_a_touch_that_gains_nothing_changes_neither_memory_nor_disk() -> None:
     """Below 1/1024 of keep_for the row stays as it is, so memory and index agree after a restart."""
-    presence, _ = a_map(1)
-    before = presence.entry(0)
-    assert not presence.touch(0, AGENT, NOW_S + 3 * DAY_S // 1024 - 1)
-    assert presence.entry(0) == before
-    assert presence.touch(0, AGENT, NOW_S + 3 * DAY_S // 1024 + 1)
-    assert presence.entry(0) != before
+    presence, keys = a_map(1)
+    before = stored_touches(presence, keys[0])
+    soon_s, later_s = NOW_S + 3 * DAY_S // 1024 - 1, NOW_S + 3 * DAY_S // 1024 + 1
+    assert not len(presence.worth_touching(ZERO, AGENT, soon_s))
+    assert not presence.touch(0, AGENT, soon_s)
+    assert stored_touches(presence, keys[0]) == before
+    assert len(presence.worth_touching(ZERO, AGENT, later_s))
+    assert presence.touch(0, AGENT, later_s)
+    assert stored_touches(presence, keys[0]) != before
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40 * DAY_S)), min_size=1, max_size=40))
 def test_a_touch_never_shrinks_a_deadline(touches: list[tuple[int, int]]) -> None:
-    """Whatever classes touch in whatever order, also more of them than a row holds; at most 1/1024 is forgone."""
+    """Whatever classes touch in whatever order, also more of them than a row holds; at most 1/1024 is forgone. What
+    would be written to the index gives the same deadline when it is loaded.
+    """
     rules = ClassRules(
         (
             ClassRule(AGENT, "agent", 3 * DAY_S),
@@ -114,77 +156,117 @@ def test_a_touch_never_shrinks_a_deadline(touches: list[tuple[int, int]]) -> Non
     table = keep_for_table(rules)
     key = BlockKey(b"\x01" * 32)
     presence = PresenceMap(table, 0)
-    presence.add(key, an_entry(key))
+    presence.insert(rows_for(key))
     promised = NOW_S + 3 * DAY_S
     now_s = NOW_S
     for class_byte, step_s in touches:
         now_s += step_s // 40
         wanted = TrafficClass(class_byte if class_byte < 3 else 13 + class_byte)
-        before = int(presence.keep_until_s[0])
+        before = until_s(presence)
         presence.touch(0, wanted, now_s)
         promised = max(promised, now_s + rules.keep_for_s(wanted))
-        assert presence.keep_until_s[0] >= before
-        assert promised - rules.keep_for_s(wanted) // 1024 - 8 * DAY_S // 1024 <= presence.keep_until_s[0] <= promised
-        assert presence.keep_until_s[0] == keep_until(presence.rows[0], table)
+        assert until_s(presence) >= before
+        assert promised - rules.keep_for_s(wanted) // 1024 - 8 * DAY_S // 1024 <= until_s(presence) <= promised
+        rows = rows_for(key)
+        presence.write_touches(rows, ZERO)
+        again = PresenceMap(table, 0)
+        again.insert(rows)
+        assert until_s(again) == until_s(presence)
 
 
 def test_merge_touch_goes_forward_only() -> None:
     presence, _ = a_map(1)
-    assert not merge_touch(presence.rows[0], AGENT, NOW_S - 1000, presence.keep_for_s)
-
-
-def test_slots_are_reused_and_columns_cleared() -> None:
-    presence, keys = a_map(3)
-    presence.pin_until_s[1] = 99
-    presence.remove(keys[1], None)
-    fresh = BlockKey(b"\xee" * 32)
-    assert presence.add(fresh, an_entry(fresh)) == 1
-    assert presence.pin_until_s[1] == 0
-    assert len(presence) == 3
-    assert ask(presence, [keys[1], fresh], NOW_S) == [Presence.NEVER, Presence.PRESENT]
+    assert merge_touch(presence.touches(0), AGENT, NOW_S - 1000, presence.keep_for_s) is None
 
 
 def test_tombstones_say_why_are_bounded_and_end_with_a_new_record() -> None:
     presence, keys = a_map(6, tombstones_max=4)
-    changed = {}
+    forgotten = []
     for key in keys:
-        changed |= presence.remove(key, Tombstone(Presence.EVICTED, NOW_S))
+        presence.remove(np.array([presence.slot(key)]))
+        fingerprints = np.array([fingerprint_of(key)], dtype=np.uint64)
+        forgotten += presence.tombstones.bury(
+            fingerprints, np.array([Presence.EVICTED], dtype=np.uint8), NOW_S
+        ).tolist()
     assert ask(presence, keys, NOW_S) == [Presence.NEVER] * 2 + [Presence.EVICTED] * 4
-    assert [changed[key] for key in keys[:2]] == [None, None]
-    presence.add(keys[5], an_entry(keys[5]))
-    presence.remove(keys[5], None)
+    assert forgotten == [fingerprint_of(key) for key in keys[:2]]
+    presence.insert(rows_for(keys[5]))
+    assert ask(presence, keys[5:], NOW_S) == [Presence.PRESENT]
+    assert presence.tombstones.forget(fingerprints).tolist() == fingerprints.tolist()
+    presence.remove(np.array([presence.slot(keys[5])]))
     assert ask(presence, keys[5:], NOW_S) == [Presence.NEVER]
 
 
-def test_the_map_grows_and_finds_everything() -> None:
-    presence, keys = a_map(0)
-    keys = [BlockKey(number.to_bytes(32, "big")) for number in range(5000)]
-    for key in keys:
-        presence.add(key, an_entry(key))
-    assert set(ask(presence, keys, NOW_S)) == {Presence.PRESENT}
-    assert np.array_equal(np.sort(presence.in_segment(1)), np.arange(5000))
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12))
+def test_the_map_is_a_dictionary(seed: int, steps: int) -> None:
+    """Rows come, are replaced and go in batches, through every growth of the table, some with fingerprints that differ
+    in one bit only: each key has the place of its last row, or none.
+    """
+    drawn = random.Random(seed)
+    presence = PresenceMap(keep_for_table(TEST_RULES), 16)
+    model: dict[BlockKey, int] = {}
+    pool = [BlockKey((number << drawn.choice((0, 40))).to_bytes(8, "big") + bytes(24)) for number in range(6000)]
+    pool = list(dict.fromkeys(pool))
+    place = 0
+    for _ in range(steps):
+        some = drawn.sample(pool, drawn.choice((1, 40, 2500)))
+        places = {key: place + at for at, key in enumerate(some)}
+        place += len(some)
+        presence.insert(entries_of(a_header(key, place=places[key]) for key in some))
+        model |= places
+        gone = drawn.sample(sorted(model), drawn.randrange(len(model)))
+        presence.remove(presence.slots(key_words(b"".join(gone))))
+        for key in gone:
+            del model[key]
+        slots = presence.slots(key_words(b"".join(pool)))
+        assert {key for key, slot in zip(pool, slots, strict=True) if slot >= 0} == model.keys()
+        assert len(presence) == len(presence.used()) == len(model)
+        for key, slot in zip(pool, slots.tolist(), strict=True):
+            if slot >= 0:
+                wanted = a_header(key, place=model[key])
+                at = np.array([slot])
+                assert (presence.segments_of(at)[0], presence.offsets_of(at)[0]) == (wanted.segment, wanted.offset)
+    in_order = presence.from_fingerprint(0, len(model) + 1, None)
+    assert presence.fingerprints_of(in_order).tolist() == sorted(fingerprint_of(key) for key in model)
+    in_first = {key for key, at in model.items() if at < 100}
+    assert {int(value) for value in presence.fingerprints_of(presence.in_segment(1))} == set(
+        map(fingerprint_of, in_first)
+    )
+
+
+def test_a_block_takes_at_most_forty_bytes() -> None:
+    """All tables included, while the map grows; rows that only one class touched."""
+    presence = PresenceMap(keep_for_table(TEST_RULES), 0)
+    rows = np.repeat(rows_for(BlockKey(bytes(32))), 50_000)
+    for turn in range(1, 5):
+        rows["key"][:, 0] = np.random.default_rng(turn).integers(0, 2**63, len(rows), dtype=np.uint64)
+        presence.insert(rows[np.unique(fingerprints_in(rows), return_index=True)[1]])
+        assert presence.memory_bytes <= 40 * len(presence)
 
 
 def test_crafted_keys_are_found_as_fast_as_any() -> None:
-    """50,000 keys that share their ends or all but a few bits cost a look-up no more than random ones."""
+    """50,000 keys that are alike in all but a few bits cost a look-up no more than random ones."""
     drawn = random.Random(1)
     count = 50_000
     families = {
         "random": [drawn.randbytes(32) for _ in range(count)],
-        "equal ends": [bytes(12) + number.to_bytes(8, "little") + bytes(12) for number in range(count)],
-        "equal low bits": [(number << 200).to_bytes(32, "little") for number in range(count)],
-        "steps of a power of two": [(number << 16).to_bytes(32, "little") for number in range(count)],
+        "equal begins": [bytes(4) + number.to_bytes(4, "little") + bytes(24) for number in range(count)],
+        "equal ends": [number.to_bytes(4, "little") + bytes(28) for number in range(count)],
+        "steps of a power of two": [(number << 16).to_bytes(8, "big") + bytes(24) for number in range(count)],
     }
     took_s = {}
     for name, crafted in families.items():
-        presence, _ = a_map(0, tombstones_max=count)
-        keys = [BlockKey(key) for key in crafted]
-        presence.load(keys, np.zeros(count, dtype=ENTRY_DTYPE), {})
-        asked = [drawn.sample(keys, 64) for _ in range(200)]
+        presence = PresenceMap(keep_for_table(TEST_RULES), 0)
+        rows = np.repeat(rows_for(BlockKey(bytes(32))), count)
+        rows["key"] = np.frombuffer(b"".join(crafted), dtype="<u8").reshape(-1, 4)
+        presence.insert(rows)
         times = []
-        for some in asked:
+        for _ in range(200):
+            some = key_words(b"".join(drawn.sample(crafted, 64)))
             began_s = time.perf_counter()
-            assert (presence.slots(some, 64) >= 0).all()
+            slots = presence.slots(some)
             times.append(time.perf_counter() - began_s)
+            assert (slots >= 0).all()
         took_s[name] = sorted(times)[len(times) // 2]
     assert max(took_s.values()) < 2 * took_s["random"] + 20e-6, took_s

@@ -1,0 +1,157 @@
+"""A table from 8-byte fingerprints to row numbers, asked and changed for many at once.
+
+Owns the numbering of rows and the chains that find them. Does not know what a row means, files or locks. Invariants: a
+fingerprint has one row at most; rows are reused; about one bucket a row at every size, because buckets are split a few
+at a time as rows come (linear hashing), so that no insert waits for a whole table to be made anew; the mix of a
+fingerprint's bits is secret to the process, so that nobody can choose keys that share a bucket. Memory: 16 bytes a row
+(fingerprint, chain, bucket); arrays are reserved ahead and become real memory only where they were written.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int64]
+"""Numbers of rows; -1 where there is none."""
+Scalar = TypeVar("Scalar", bound=np.generic)
+Words = npt.NDArray[np.uint64]
+
+_BUCKETS_FIRST = 1024
+_ROWS_FIRST = 1024
+_WORD_BITS = np.uint64(29)
+_HALF_BITS = np.uint64(32)
+
+
+class FingerprintTable:
+    """Belongs to one lock. ``fingerprints`` is a column by slot; an unused slot's is meaningless.
+
+    ``rows_expected``: for how many rows to reserve (virtual) memory; more are taken all the same.
+    """
+
+    def __init__(self, rows_expected: int) -> None:
+        size = max(rows_expected, _ROWS_FIRST)
+        self.fingerprints = np.zeros(size, dtype=np.uint64)
+        self._next = np.zeros(size, dtype=np.uint32)
+        """Chain: the slot behind this one, plus 1; 0 at its end."""
+        self._heads = np.zeros(size + _BUCKETS_FIRST, dtype=np.uint32)
+        self._level, self._split = _BUCKETS_FIRST, 0
+        self._free = np.zeros(0, dtype=np.int64)
+        self._freed = 0
+        self.fresh = 0
+        """Slots from here on were never used."""
+        self._seed, self._factor, self._second = (np.uint64(secrets.randbits(64) | 1) for _ in range(3))
+
+    def __len__(self) -> int:
+        return self.fresh - self._freed
+
+    @property
+    def size(self) -> int:
+        """Slots that are reserved."""
+        return len(self.fingerprints)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in use: of the reserved arrays, the part that was written."""
+        return 12 * self.fresh + 4 * (self._level + self._split) + self._free.nbytes
+
+    def find(self, fingerprints: Words) -> Slots:
+        """The slot of each fingerprint, or -1."""
+        found = np.full(len(fingerprints), -1, dtype=np.int64)
+        at = self._heads[self._buckets(fingerprints)]
+        pending = np.flatnonzero(at)
+        at = at[pending]
+        while pending.size:
+            slots = at - np.uint32(1)
+            hit = self.fingerprints[slots] == fingerprints[pending]
+            found[pending[hit]] = slots[hit]
+            at = self._next[slots]
+            going = np.flatnonzero(~hit & (at != 0))
+            pending, at = pending[going], at[going]
+        return found
+
+    def insert(self, fingerprints: Words) -> Slots:
+        """New slots for fingerprints that have none, each once."""
+        count = len(fingerprints)
+        reused = min(count, self._freed)
+        self._freed -= reused
+        slots = np.concatenate(
+            [self._free[self._freed : self._freed + reused], np.arange(self.fresh, self.fresh + count - reused)]
+        )
+        self.fresh += count - reused
+        if self.fresh > self.size:
+            self._grow(max(self.fresh, 2 * self.size))
+        self.fingerprints[slots] = fingerprints
+        self._link(slots)
+        self._split_to(len(self))
+        return slots
+
+    def remove(self, slots: Slots) -> None:
+        """Free slots that are in use, each once."""
+        buckets = np.unique(self._buckets(self.fingerprints[slots]))
+        chained = self._take_chains(buckets)
+        self._link(chained[~np.isin(chained, slots)])
+        needed = self._freed + len(slots)
+        if needed > len(self._free):
+            self._free = grown(self._free, max(needed, 2 * len(self._free)))
+        self._free[self._freed : needed] = slots
+        self._freed = needed
+
+    def _buckets(self, fingerprints: Words) -> npt.NDArray[np.uint64]:
+        mixed = (fingerprints ^ self._seed) * self._factor
+        mixed ^= mixed >> _WORD_BITS
+        mixed *= self._second
+        mixed >>= _HALF_BITS
+        mixed &= np.uint64(2 * self._level - 1)
+        mixed -= np.uint64(self._level) * (mixed >= np.uint64(self._level + self._split))
+        return mixed
+
+    def _link(self, slots: Slots) -> None:
+        """Put slots at the heads of their chains."""
+        if not len(slots):
+            return
+        buckets = self._buckets(self.fingerprints[slots])
+        order = np.argsort(buckets, kind="stable")
+        buckets, slots = buckets[order], slots[order]
+        differs = buckets[1:] != buckets[:-1]
+        first = np.concatenate([[True], differs])
+        last = np.concatenate([differs, [True]])
+        behind = np.empty(len(slots), dtype=np.uint32)
+        behind[:-1] = slots[1:] + 1
+        behind[last] = self._heads[buckets[last]]
+        self._next[slots] = behind
+        self._heads[buckets[first]] = slots[first] + 1
+
+    def _take_chains(self, buckets: npt.NDArray[np.uint64]) -> Slots:
+        """Empty these buckets; what was in them."""
+        at = self._heads[buckets]
+        self._heads[buckets] = 0
+        taken: list[npt.NDArray[np.uint32]] = []
+        while (at := at[at != 0]).size:
+            taken.append(at - np.uint32(1))
+            at = self._next[taken[-1]]
+        return np.concatenate(taken).astype(np.int64) if taken else np.zeros(0, dtype=np.int64)
+
+    def _split_to(self, buckets_wanted: int) -> None:
+        while self._level + self._split < buckets_wanted:
+            count = min(buckets_wanted - self._level - self._split, self._level - self._split)
+            moved = self._take_chains(np.arange(self._split, self._split + count, dtype=np.uint64))
+            self._split += count
+            if self._split == self._level:
+                self._level, self._split = 2 * self._level, 0
+            self._link(moved)
+
+    def _grow(self, size: int) -> None:
+        self.fingerprints = grown(self.fingerprints, size)
+        self._next = grown(self._next, size)
+        self._heads = grown(self._heads, size + _BUCKETS_FIRST)
+
+
+def grown(column: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
+    """A longer column with the same beginning."""
+    longer = np.zeros(size, dtype=column.dtype)
+    longer[: len(column)] = column
+    return longer
