@@ -1,10 +1,10 @@
 """Errors of the workers' contract. Torch-free: the gateway handles them too.
 
-    WorkerError
-    |-- Unavailable      (retryable) no connection, draining, or no answer before the deadline
-    |-- Rejected         the worker refused the request; carries status, message, retry_after_s (503: retryable)
-    |-- Failed           the worker began and could not finish; carries code and ``retryable``
-    `-- ProtocolError    what came back is not the worker's protocol
+WorkerError
+|-- Unavailable      (retryable) no connection, draining, or no answer before the deadline
+|-- Rejected         the worker refused the request; carries status, message, retry_after_s (503: retryable)
+|-- Failed           the worker began and could not finish; carries code and ``retryable``
+`-- ProtocolError    what came back is not the worker's protocol
 """
 
 from __future__ import annotations

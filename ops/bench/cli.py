@@ -21,6 +21,7 @@ from rich.table import Table
 app = typer.Typer(no_args_is_help=True, help="Measure the store, restore fidelity and kernels.")
 
 SIZES_DEFAULT = "64KiB,256KiB,1MiB,4MiB"
+GROUPS_KNOWN = "get, put, disk, cold, lookup, beside, mixed, restart, trace"
 WINDOWS_DEFAULT = "0,1,2"
 EXIT_NOT_INSTALLED = 3
 TABLE_COLUMNS = 112
@@ -34,7 +35,10 @@ def store(
     ] = "",
     sizes: Annotated[str, typer.Option(help="Block sizes with units, comma-separated.")] = SIZES_DEFAULT,
     groups: Annotated[
-        str, typer.Option(help="get, put, disk, cold, lookup, beside, mixed, restart; comma-separated. [default: all]")
+        str,
+        typer.Option(
+            help="get, put, disk, cold, lookup, beside, mixed, restart, trace; comma-separated. [default: all]"
+        ),
     ] = "",
     data: Annotated[
         Path | None, typer.Option(help="Folder on the volume to measure; emptied afterwards. [default: the system's]")
@@ -50,6 +54,12 @@ def store(
     out: Annotated[
         Path | None, typer.Option(help="Folder for table, line of JSON and picture, named by date (extra bench).")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="An access pattern to replay: JSON lines, gzipped or not. [default: made up]")
+    ] = None,
+    trace_requests: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="Of the trace's requests.")] = None,
+    trace_block: Annotated[str, typer.Option(help="Bytes of a block in the trace. [default: 256KiB]")] = "",
+    trace_capacity: Annotated[str, typer.Option(help="The store's capacity for the trace. [default: 8GiB]")] = "",
     is_quick: Annotated[
         bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")
     ] = False,
@@ -68,6 +78,10 @@ def store(
             seconds_max=60 * minutes,
             blocks=blocks,
             is_quick=is_quick,
+            trace=trace,
+            trace_requests=trace_requests,
+            trace_block=trace_block,
+            trace_capacity=trace_capacity,
         )
         if png is not None or out is not None:
             plot.check()

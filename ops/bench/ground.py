@@ -56,6 +56,11 @@ class Settings:
     put_capacity_bytes: int = 2 * GIB
     blocks: int = 1_000_000
     mix_calls: int = 50
+    trace: Path | None = None
+    """An access pattern to replay; a made-up one if there is none."""
+    trace_requests: int = 1000
+    trace_block_bytes: int = 256 * KIB
+    trace_capacity_bytes: int = 8 * GIB
 
     def population(self, size: int) -> int:
         """Blocks of a size that gets choose from."""
@@ -65,7 +70,8 @@ class Settings:
     def disk_bytes(self) -> int:
         """About what the bench will write."""
         payload_bytes = sum(3 * self.population(size) * size for size in self.sizes)
-        return self.put_capacity_bytes + payload_bytes + self.blocks * SMALL_RECORD_BYTES
+        traced_bytes = self.trace_capacity_bytes if not self.groups or "trace" in self.groups else 0
+        return self.put_capacity_bytes + payload_bytes + self.blocks * SMALL_RECORD_BYTES + traced_bytes
 
 
 def quick(settings: Settings) -> Settings:
@@ -78,6 +84,9 @@ def quick(settings: Settings) -> Settings:
         put_capacity_bytes=max(64 * MIB, 32 * max(settings.sizes)),
         blocks=2048,
         mix_calls=4,
+        trace_requests=20,
+        trace_block_bytes=16 * KIB,
+        trace_capacity_bytes=256 * MIB,
     )
 
 

@@ -22,15 +22,16 @@ from typing import Any
 from kvstore.errors import StoreError
 from kvstore.limits import KIB, MIB
 from kvstore.units import parse_bytes
-from ops.bench import payload_cases, request_cases
+from ops.bench import payload_cases, request_cases, trace_cases
 from ops.bench.bars import Standing, small_blocks, standings
 from ops.bench.child import ChildFailed
 from ops.bench.ground import BenchFailed, Ground, Progress, Settings, ground, quick
 from ops.bench.measure import Case, Measured, run
 from ops.bench.peers import PEERS
 from ops.bench.served import memory_bytes
+from ops.bench.traces import TraceError
 
-GROUPS = ("get", "put", "disk", "cold", "lookup", "beside", "mixed", "restart")
+GROUPS = ("get", "put", "disk", "cold", "lookup", "beside", "mixed", "restart", "trace")
 SIZE_MIN, SIZE_MAX, PAGE_BYTES = 4 * KIB, 16 * MIB, 4 * KIB
 BUSY_LOAD = 0.5
 """Load average at the start above which a run says that its figures are low."""
@@ -53,6 +54,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    traces: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
 
     def standings(self) -> list[Standing]:
@@ -64,7 +66,7 @@ class Report:
             "format": FORMAT,
             "command": self.command,
             "quick": self.quick,
-            "settings": asdict(self.settings),
+            "settings": {**asdict(self.settings), "trace": str(self.settings.trace or "")},
             "machine": self.machine,
             "versions": self.versions,
             "cases": [measured.to_json() for measured in self.measured],
@@ -73,6 +75,7 @@ class Report:
             "skipped": self.skipped,
             "warnings": self.warnings,
             "memory": self.memory,
+            "traces": self.traces,
             "seconds": self.seconds,
         }
 
@@ -86,6 +89,10 @@ def settings_of(
     seconds_max: float = 1200.0,
     blocks: int | None = None,
     is_quick: bool = False,
+    trace: Path | None = None,
+    trace_requests: int | None = None,
+    trace_block: str = "",
+    trace_capacity: str = "",
 ) -> Settings:
     """Settings from words. Raises ValueError that names what is wrong and what there is."""
     for kind, given, known in (("groups", groups, GROUPS), ("peers", peers, PEERS)):
@@ -97,7 +104,19 @@ def settings_of(
     settings = Settings(counts, tuple(groups), tuple(peers), peers_python, seconds_max=seconds_max)
     if is_quick:
         settings = quick(settings)
-    return replace(settings, blocks=blocks) if blocks is not None else settings
+    if trace is not None and not trace.is_file():
+        raise ValueError(f"--trace: there is no file {trace}")
+    settings = replace(
+        settings,
+        blocks=settings.blocks if blocks is None else blocks,
+        trace=trace,
+        trace_requests=trace_requests or settings.trace_requests,
+        trace_block_bytes=parse_bytes(trace_block) if trace_block else settings.trace_block_bytes,
+        trace_capacity_bytes=parse_bytes(trace_capacity) if trace_capacity else settings.trace_capacity_bytes,
+    )
+    if not SIZE_MIN <= settings.trace_block_bytes <= SIZE_MAX:
+        raise ValueError(f"--trace-block takes {SIZE_MIN // KIB} KiB to {SIZE_MAX // MIB} MiB")
+    return settings
 
 
 def measure(settings: Settings, *, data: Path | None, command: str, is_quick: bool, progress: Progress) -> Report:
@@ -114,6 +133,8 @@ def measure(settings: Settings, *, data: Path | None, command: str, is_quick: bo
         report.skipped |= {f"peer {skipped.name}": skipped.reason for skipped in here.skipped}
         for name, cases in _groups(here, chosen, ends_s):
             _run_group(report, name, cases, ends_s, progress)
+        if "trace" in chosen:
+            _run_trace(report, here, ends_s)
         report.memory = {**here.memory, "client": dict(memory_bytes(os.getpid()))}
     report.machine["load_average_after"] = os.getloadavg()
     report.seconds = time.monotonic() - began_s
@@ -164,6 +185,17 @@ def _run_group(report: Report, name: str, cases: Callable[[], Cases], ends_s: fl
     except FAILURES as error:
         report.skipped[f"{name} after {done} cases"] = f"failed: {error}"
         progress(f"{name} failed: {error}")
+
+
+def _run_trace(report: Report, here: Ground, ends_s: float) -> None:
+    if time.monotonic() > ends_s:
+        report.skipped["trace"] = "no time was left: raise --minutes"
+        return
+    try:
+        report.traces |= trace_cases.replay(here)
+    except (*FAILURES, TraceError) as error:
+        report.skipped["trace"] = f"failed: {error}"
+        here.progress(f"trace failed: {error}")
 
 
 def line_of(measured: Measured) -> str:

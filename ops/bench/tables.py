@@ -45,6 +45,7 @@ def lines_of(report: Report) -> list[str]:
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines += [f"{case.label}: {note}" for case in report.measured for note in case.notes]
     lines += [f"memory, {name}: {memory_line(taken)}" for name, taken in report.memory.items()]
+    lines += [f"trace {name}: {trace_line(figures)}" for name, figures in report.traces.items()]
     lines += [f"not measured: {name}: {reason}" for name, reason in report.skipped.items()]
     before, after = report.machine["load_average_before"][0], report.machine.get("load_average_after", (0.0,))[0]
     lines.append(f"load average {before:.1f} before, {after:.1f} after; {report.seconds:.0f} s")
@@ -120,4 +121,18 @@ def memory_line(taken: dict[str, float]) -> str:
             parts.append(f"{name} {value / MIB:.0f} MiB")
         else:
             parts.append(f"{name.replace('_', ' ')} {value:.0f}")
+    return ", ".join(parts)
+
+
+def trace_line(figures: dict[str, float]) -> str:
+    """One replayed pattern: what was found, how fast, and how long extents were."""
+    parts = [
+        f"{figures['requests']:.0f} requests, {figures['blocks_asked']:.0f} blocks, hit rate {figures['hit_rate']:.1%}",
+        f"read {figures['read_gb_per_s']:.2f} GB/s ({figures['read_of_preadv']:.2f} of preadv)",
+        f"write {figures['write_gb_per_s']:.2f} GB/s",
+        f"{figures['written_bytes'] / MIB:.0f} MiB written, {figures['refused_blocks']:.0f} blocks refused",
+        f"look-up {figures['lookup_mean_ms']:.2f} ms",
+    ]
+    if "blocks_per_extent" in figures:
+        parts.append(f"{figures['blocks_per_extent']:.1f} blocks an extent")
     return ", ".join(parts)

@@ -94,7 +94,7 @@ def test_answer_goes_on_at_another_decode_worker(pairs: Stack, stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_is_exact_only_if_every_worker_of_it_was(pairs: Stack, stream: bool) -> None:
-    """An exact prefill and two decode workers, one of them after a bounded replay: not exact as a whole, in any order."""
+    """An exact prefill, and two decode workers, one after a bounded replay: not exact as a whole, in any order."""
     long_answers([*pairs.prefill, *pairs.decode])
     pairs.decode[0].behaviour.exact = False
     for worker in pairs.decode:

@@ -28,7 +28,7 @@ from ops.bench.store import GROUPS, Report, _run_group, settings_of
 
 SPACE_ID: SpaceId = space_id(SPACE)
 KIB = 1024
-CASES = {
+CASES: dict[str, set[str]] = {
     "get": {"get same host", "get network"},
     "put": {"put os same host", "put os network"},
     "disk": {"put disk"},
@@ -37,6 +37,7 @@ CASES = {
     "mixed": {"mixed 90% reads", "mixed 50% reads"},
     "lookup": {"look-up present", "look-up absent"},
     "restart": {"restart after kill -9", "restart without the index"},
+    "trace": set(),
 }
 
 
@@ -98,6 +99,8 @@ def test_a_run_says_where_and_how_it_was_made(quick_run: tuple[dict[str, Any], P
     assert report["settings"]["sizes"] == [65536]
     assert report["memory"]["daemon"]["peak"] >= report["memory"]["daemon"]["anonymous"] > 0
     assert report["memory"]["many small blocks"]["blocks"] == 2048
+    (replayed,) = report["traces"].values()
+    assert 0.5 < replayed["hit_rate"] < 1.0
     assert "get same host" in told
     assert "ratios first" in told
 
