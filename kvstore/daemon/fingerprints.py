@@ -20,6 +20,7 @@ Slots = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Words = npt.NDArray[np.uint64]
 
+WORD_MAX = 2**64 - 1
 _BUCKETS_FIRST = 1024
 _ROWS_FIRST = 1024
 _WORD_BITS = np.uint64(29)
@@ -43,7 +44,8 @@ class FingerprintTable:
         self._freed = 0
         self.fresh = 0
         """Slots from here on were never used."""
-        self._seed, self._factor, self._second = (np.uint64(secrets.randbits(64) | 1) for _ in range(3))
+        self._words = tuple(secrets.randbits(64) | 1 for _ in range(3))
+        self._seed, self._factor, self._second = map(np.uint64, self._words)
 
     def __len__(self) -> int:
         return self.fresh - self._freed
@@ -72,6 +74,13 @@ class FingerprintTable:
             going = np.flatnonzero(~hit & (at != 0))
             pending, at = pending[going], at[going]
         return found
+
+    def find_one(self, fingerprint: int) -> int:
+        """As ``find``, of one."""
+        at = self._heads.item(self._bucket(fingerprint))
+        while at and self.fingerprints.item(at - 1) != fingerprint:
+            at = self._next.item(at - 1)
+        return int(at) - 1
 
     def insert(self, fingerprints: Words) -> Slots:
         """New slots for fingerprints that have none, each once."""
@@ -108,6 +117,14 @@ class FingerprintTable:
         mixed &= np.uint64(2 * self._level - 1)
         mixed -= np.uint64(self._level) * (mixed >= np.uint64(self._level + self._split))
         return mixed
+
+    def _bucket(self, fingerprint: int) -> int:
+        """``_buckets`` of one."""
+        seed, factor, second = self._words
+        mixed = (fingerprint ^ seed) * factor & WORD_MAX
+        mixed = ((mixed ^ mixed >> int(_WORD_BITS)) * second & WORD_MAX) >> int(_HALF_BITS)
+        mixed &= 2 * self._level - 1
+        return mixed - self._level if mixed >= self._level + self._split else mixed
 
     def _link(self, slots: Slots) -> None:
         """Put slots at the heads of their chains."""

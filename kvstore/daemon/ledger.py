@@ -26,7 +26,8 @@ from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
 from kvstore.daemon.tombstones import Tombstone
-from kvstore.keys import BlockKey, BlockName, SpaceId
+from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
+from kvstore.limits import KEY_BYTES
 from kvstore.store import Presence
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,12 @@ _TAKEN_DTYPE = np.dtype(
         ("payload_bytes", "<u4"),
         ("codec", "u1"),
         ("flags", "u1"),
+        ("file", "<u4"),
     ]
 )
+
+
+_LIFE_DTYPE = np.dtype([("found", "?"), ("generation", "<u8"), ("file", "<u4")])
 
 
 class Place(NamedTuple):
@@ -68,7 +73,7 @@ class Taken:
 
     Columns are 0 where ``found`` is False. ``offset`` is that of the record: its header, then its payload. A reader
     believes nothing but that header (key, space, token digest, generation, lengths, mark) and the checksum in it.
-    ``leases``: how often each segment was leased for this.
+    ``leases``: how often each segment was leased for this. ``file``: the place of each block's segment among them.
     """
 
     found: npt.NDArray[np.bool_]
@@ -79,7 +84,22 @@ class Taken:
     payload_bytes: npt.NDArray[np.uint32]
     codec: npt.NDArray[np.uint8]
     flags: npt.NDArray[np.uint8]
+    file: npt.NDArray[np.uint32]
     leases: dict[Segment, int]
+
+
+def _taken(columns: npt.NDArray[np.void], leases: dict[Segment, int]) -> Taken:
+    return Taken(**{name: columns[name] for name in _TAKEN_DTYPE.names or ()}, leases=leases)
+
+
+def _taken_one(place: Place | None) -> Taken:
+    """What was taken of one key. (The steps for many would take ten times as long.)"""
+    columns = np.zeros(1, dtype=_TAKEN_DTYPE)
+    if place is None:
+        return _taken(columns, {})
+    segment, generation, offset, record_bytes, payload_bytes, codec, flags, _, _ = place
+    columns[0] = (True, segment.number, generation, offset, record_bytes, payload_bytes, codec, flags, 0)
+    return _taken(columns, {segment: 1})
 
 
 class Ledger:
@@ -113,8 +133,11 @@ class Ledger:
 
     def take(self, space_id: SpaceId, name: BlockName, now_s: float) -> Place | None:
         """As ``leased``; the caller gives the place back."""
+        return self._take(space_id, name.key, name.token_digest, now_s)
+
+    def _take(self, space_id: SpaceId, key: BlockKey, token_digest: TokenDigest, now_s: float) -> Place | None:
         with self.lock:
-            slot = self.presence.find(space_id, name.key, name.token_digest)
+            slot = self.presence.find(space_id, key, token_digest)
             if slot < 0 or not self.presence.is_alive(slot, now_s):
                 return None
             place = self.place(slot)
@@ -128,6 +151,8 @@ class Ledger:
 
     def take_many(self, space_id: SpaceId, keys: bytes, token_digests: bytes, now_s: float) -> Taken:
         """As ``take``, for many keys at once: ``keys`` are 32 bytes each, ``token_digests`` 16. Give it back whole."""
+        if len(keys) == KEY_BYTES:
+            return _taken_one(self._take(space_id, BlockKey(keys), TokenDigest(token_digests), now_s))
         words, digests = key_words(keys), digest_words(token_digests)
         columns = np.zeros(len(words), dtype=_TAKEN_DTYPE)
         leases: dict[Segment, int] = {}
@@ -141,22 +166,20 @@ class Ledger:
             shape = presence.shape_of(slots)
             payload_bytes, codec, flags = shapes.payload_bytes[shape], shapes.codec[shape], shapes.flags[shape]
             numbers, which, counts = np.unique(segments, return_inverse=True, return_counts=True)
-            generations = np.zeros(len(numbers), dtype=np.uint64)
+            lives = np.zeros(len(numbers), dtype=_LIFE_DTYPE)
             for at, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
                 segment = self.segments.segments.get(number)
                 if segment is not None:  # a file that vanished is let go before its rows
-                    generations[at] = segment.header.generation
+                    lives[at] = (True, segment.header.generation, len(leases))
                     segment.leases += count
                     leases[segment] = count
-        columns["segment"][served], columns["generation"][served] = segments, generations[which.ravel()]
+        found = lives[which.ravel()]
+        columns["found"][served], columns["generation"][served] = found["found"], found["generation"]
+        columns["segment"][served], columns["file"][served] = segments, found["file"]
         columns["offset"][served], columns["record_bytes"][served] = offsets, record_bytes
-        columns["payload_bytes"][served], columns["codec"][served], columns["flags"][served] = (
-            payload_bytes,
-            codec,
-            flags,
-        )
-        columns["found"][served] = True
-        return Taken(**{name: columns[name] for name in _TAKEN_DTYPE.names or ()}, leases=leases)
+        columns["payload_bytes"][served] = payload_bytes
+        columns["codec"][served], columns["flags"][served] = codec, flags
+        return _taken(columns, leases)
 
     def give_back_many(self, taken: Taken) -> None:
         """End the leases of ``take_many``, once."""
@@ -168,21 +191,19 @@ class Ledger:
     def place(self, slot: int) -> Place | None:
         """Place of a row, unleased; None if its segment is gone."""
         presence = self.presence
-        word = int(presence.places[slot])
-        segment = self.segments.segments.get(word >> 32)
+        row = presence.row(slot)
+        segment = self.segments.segments.get(row.segment)
         if segment is None:
             return None
-        at = np.array([slot])
-        shape = presence.shapes.shape(int(presence.shape_of(at)[0]))
         return Place(
             segment,
             segment.header.generation,
-            (word & 0xFFFFFFFF) * RECORD_ALIGN,
-            int(presence.record_bytes_of(at)[0]),
-            shape.payload_bytes,
-            shape.codec,
-            shape.flags,
-            int(presence.fingerprints_of(at)[0]),
+            row.offset,
+            row.record_bytes,
+            row.shape.payload_bytes,
+            row.shape.codec,
+            row.shape.flags,
+            row.fingerprint,
             slot,
         )
 

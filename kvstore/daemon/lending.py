@@ -22,7 +22,7 @@ from kvstore import limits
 from kvstore.daemon.ledger import Taken
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
-from kvstore.extents import ASK, LENT, ROW, ExtentStatus, Rows
+from kvstore.extents import ASK, LENT, MADE, ROW, ExtentStatus, Rows
 from kvstore.keys import SpaceId
 from kvstore.record import CODEC_NONE
 from kvstore.wire import PackedNames
@@ -64,12 +64,11 @@ class Loan:
         here: npt.NDArray[np.intp] | slice = slice(None) if positions is None else positions
         rows = np.zeros(len(taken.found), ROW)
         rows["status"] = np.where(taken.found, LENT, ExtentStatus.MISS)
-        for name in ("generation", "offset", "segment", "flags"):
+        for name in ("generation", "offset", "segment", "flags", "file"):
             rows[name] = getattr(taken, name)
-        for segment in taken.leases:
-            mine = taken.found & (taken.segment == segment.number)
-            rows["file"][mine] = len(self.files)
-            self.files.append((segment, int(taken.generation[mine.argmax()])))
+        if taken.leases:
+            rows["file"][taken.found] += len(self.files)
+            self.files += [(segment, segment.header.generation) for segment in taken.leases]
         self.rows[here] = rows
         self.payload_bytes[here] = taken.payload_bytes
         self.codecs[here] = taken.codec
@@ -160,33 +159,33 @@ class Neighbour:
         if not lent.any():
             self.release()
             return loan.rows, False, []
-        anew = len(self._numbers.keys() | loan.files) > limits.DESCRIPTORS_MAX
+        unknown = sum(life not in self._numbers for life in loan.files)
+        anew = len(self._numbers) + unknown > limits.DESCRIPTORS_MAX
         if anew:
             self._numbers.clear()
         fds: list[int] = []
-        files = loan.rows["file"]
-        for at, life in enumerate(loan.files):
-            mine = lent & (files == at)
-            if not mine.any():
-                continue
-            number = self._number(life, fds)
-            if number is None:
-                loan.end(mine, ASK)
-            else:
-                loan.rows["file"][mine] = number
-                lent &= ~mine  # else its number might be taken for another one's place in the loan
+        files = loan.rows["file"][lent]
+        numbers = np.full(len(loan.files), MADE, np.uint32)
+        for at in set(files.tolist()):
+            numbers[at] = self._number(loan.files[at], fds)
+        loan.rows["file"][lent] = numbers[files]
+        if (numbers[files] == MADE).any():
+            loan.end(lent & (loan.rows["file"] == MADE), ASK)
         return loan.rows, anew, fds
 
-    def _number(self, life: Life, fds: list[int]) -> int | None:
-        """By which number the connection knows a file, adding a descriptor for a new one; None if there is none."""
+    def _number(self, life: Life, fds: list[int]) -> int:
+        """By which number the connection knows a file, adding a descriptor for a new one; MADE if there is none."""
         number = self._numbers.get(life)
-        if number is None and len(self._numbers) < limits.DESCRIPTORS_MAX:
-            try:
-                fds.append(open_for_reading(life[0].fd))
-            except OSError:  # too many open files, or no /proc
-                return None
-            number = self._numbers[life] = len(self._numbers)
-        return number
+        if number is not None:
+            return number
+        if len(self._numbers) == limits.DESCRIPTORS_MAX:
+            return MADE
+        try:
+            fds.append(open_for_reading(life[0].fd))
+        except OSError:  # too many open files, or no /proc
+            return MADE
+        self._numbers[life] = len(self._numbers)
+        return self._numbers[life]
 
     def release(self) -> None:
         """The peer has read what was lent."""

@@ -12,15 +12,17 @@ that several classes touched and for pins.
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.daemon.fingerprints import FingerprintTable, Slots, Words, grown
+from kvstore.daemon.fingerprints import WORD_MAX, FingerprintTable, Slots, Words, grown
 from kvstore.daemon.index import Rows, place_words
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX
-from kvstore.daemon.shapes import Shapes
+from kvstore.daemon.shapes import Shape, Shapes
 from kvstore.daemon.tombstones import Tombstones
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.store import Presence
@@ -35,6 +37,8 @@ _MORE = np.uint16(0x8000)
 """In ``_units``: this row has further touches or a pin, in dictionaries."""
 _PLACE_BITS = np.uint64(32)
 _WORD = np.uint64(29)
+_KEY_WORDS = struct.Struct(">4Q")
+_DIGEST_WORDS = struct.Struct("<2Q")
 assert (64 * 1024 * 1024 + HEADER_BYTES) // RECORD_ALIGN + 1 < _MORE
 
 
@@ -86,6 +90,16 @@ def fingerprints_in(rows: Rows) -> Words:
     return np.ascontiguousarray(rows["key"])[:, 0].byteswap()
 
 
+class Row(NamedTuple):
+    """One row: its record's place and length on disk, its shape, its key's fingerprint."""
+
+    segment: int
+    offset: int
+    record_bytes: int
+    shape: Shape
+    fingerprint: int
+
+
 class PresenceMap:
     """Rows by slot. ``rows_expected``: for how many to reserve memory, which becomes real as they come."""
 
@@ -105,7 +119,8 @@ class PresenceMap:
         self._touches: dict[int, Touches] = {}
         """By slot, of rows with more than one pair: all pairs."""
         self._pins_s: dict[int, int] = {}
-        self._secrets = np.array([secrets.randbits(64) | 1 for _ in range(6)], dtype=np.uint64)
+        self._factors = [secrets.randbits(64) | 1 for _ in range(5)]
+        self._secrets = np.array(self._factors, dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -127,7 +142,7 @@ class PresenceMap:
         return self._table.find(fingerprints)
 
     def slot(self, key: BlockKey) -> int:
-        return int(self.slots(key_words(key))[0])
+        return self._table.find_one(fingerprint_of(key))
 
     def matches(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words | None) -> npt.NDArray[np.bool_]:
         """Whether rows are of this space and (where given) of these keys and token digests; a slot of -1 is not."""
@@ -139,10 +154,11 @@ class PresenceMap:
         return same
 
     def find(self, space_id: SpaceId, key: BlockKey, token_digest: TokenDigest) -> int:
-        """The slot of one block, or -1."""
-        words = key_words(key)
-        slots = self.slots(words)
-        return int(slots[0]) if self.matches(slots, words, space_id, digest_words(token_digest))[0] else -1
+        """The slot of one block, or -1. (As ``matches`` of ``slots``, in a fifth of the time.)"""
+        slot = self._table.find_one(fingerprint_of(key))
+        if slot < 0 or self.shapes.space.item(self._shape.item(slot)) != self.shapes.space_number(space_id):
+            return -1
+        return slot if self._checks.item(slot) == self._check_one(key, token_digest) else -1
 
     def presence(
         self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float
@@ -193,7 +209,21 @@ class PresenceMap:
         return alive
 
     def is_alive(self, slot: int, now_s: float) -> bool:
-        return bool(self.alive(np.array([slot]), now_s)[0])
+        until_s = self._touch_s.item(slot) + self.keep_for_s.item(self._class.item(slot))
+        return until_s > now_s or (
+            self._units.item(slot) >= int(_MORE) and int(self.until_s(np.array([slot]))[0]) > now_s
+        )
+
+    def row(self, slot: int) -> Row:
+        """What the columns below say of one slot."""
+        place = self.places.item(slot)
+        return Row(
+            place >> int(_PLACE_BITS),
+            (place & 0xFFFFFFFF) * RECORD_ALIGN,
+            (self._units.item(slot) & ~int(_MORE)) * RECORD_ALIGN,
+            self.shapes.shape(self._shape.item(slot)),
+            self._table.fingerprints.item(slot),
+        )
 
     def segments_of(self, slots: Slots) -> npt.NDArray[np.uint32]:
         return (self.places[slots] >> _PLACE_BITS).astype(np.uint32)
@@ -355,6 +385,14 @@ class PresenceMap:
             mixed ^= mixed >> _WORD
             mixed = (mixed ^ word) * self._secrets[at]
         return np.asarray(mixed >> _PLACE_BITS, dtype=np.uint32)
+
+    def _check_one(self, key: BlockKey, token_digest: TokenDigest) -> int:
+        """``_check`` of one name."""
+        _, first, *words = _KEY_WORDS.unpack(key)
+        mixed: int = first * self._factors[0] & WORD_MAX
+        for factor, word in zip(self._factors[1:], (*words, *_DIGEST_WORDS.unpack(token_digest)), strict=False):
+            mixed = ((mixed ^ mixed >> int(_WORD)) ^ word) * factor & WORD_MAX
+        return mixed >> int(_PLACE_BITS)
 
     def _grow(self, size: int) -> None:
         for name in ("_checks", "places", "_units", "_shape", "_class", "_touch_s"):

@@ -35,6 +35,13 @@ def test_many_are_taken_as_one_would_be_and_given_back_once(tmp_path: Path) -> N
         assert taken.record_bytes[at] == 20_480
         ledger.give_back(place)
     segments: list[Segment] = list(taken.leases)
+    assert [segments[file].number for file in taken.file[taken.found]] == taken.segment[taken.found].tolist()
+    for at, name in enumerate(chain):
+        alone = ledger.take_many(space, name.key, wrong[16 * at : 16 * at + 16], clock.now_s())
+        for column in ("found", "segment", "generation", "offset", "record_bytes", "payload_bytes", "codec", "flags"):
+            assert getattr(alone, column).tolist() == getattr(taken, column)[at : at + 1].tolist()
+        assert list(alone.leases.values()) == [1] * int(taken.found[at])
+        ledger.give_back_many(alone)
     ledger.give_back_many(taken)
     ledger.give_back_many(taken)
     assert [segment.leases for segment in segments] == [0] * len(segments)

@@ -235,6 +235,32 @@ def test_the_map_is_a_dictionary(seed: int, steps: int) -> None:
     )
 
 
+def test_one_key_is_found_where_many_are() -> None:
+    """The short ways for one key and one slot agree with those for many, while buckets are split and rows reused."""
+    draw = random.Random(7)
+    presence, _ = a_map(0)
+    keys: list[BlockKey] = []
+    for _ in range(12):
+        fresh = [BlockKey(draw.randbytes(32)) for _ in range(400)]
+        presence.insert(rows_for(*fresh))
+        gone = draw.sample(keys, len(keys) // 3)
+        presence.remove(presence.slots(key_words(b"".join(gone)))) if gone else None
+        keys = [key for key in (*keys, *fresh) if key not in set(gone)]
+        asked = [*draw.sample(keys, 100), *gone[:20], *(BlockKey(key[:8] + bytes(24)) for key in fresh[:20])]
+        words, digests = key_words(b"".join(asked)), digest_words(b"".join(key[:16] for key in asked))
+        slots = presence.slots(words)
+        same = presence.matches(slots, words, SPACE, digests)
+        alive = presence.alive(slots, NOW_S + 60)
+        assert [presence.slot(key) for key in asked] == slots.tolist()
+        assert [presence.find(SPACE, key, TokenDigest(key[:16])) for key in asked] == np.where(same, slots, -1).tolist()
+        for at in np.flatnonzero(slots >= 0).tolist():
+            one, row = slots[at : at + 1], presence.row(int(slots[at]))
+            assert presence.is_alive(int(one[0]), NOW_S + 60) == alive[at]
+            assert (row.segment, row.offset) == (presence.segments_of(one)[0], presence.offsets_of(one)[0])
+            assert row.record_bytes == presence.record_bytes_of(one)[0]
+            assert row.fingerprint == fingerprint_of(asked[at])
+
+
 def test_a_block_takes_at_most_forty_bytes() -> None:
     """All tables included, while the map grows; rows that only one class touched."""
     presence = PresenceMap(keep_for_table(TEST_RULES), 0)
