@@ -78,7 +78,7 @@ class PutOutcome(IntEnum):
     REFUSED = 3
     """Capacity or admission: retryable; nothing was written."""
     ALTERED = 4
-    """The bytes changed between submission and arrival (checksum mismatch); nothing was written."""
+    """The bytes changed between submission and arrival (checksum mismatch); nothing is kept of them."""
     UNREACHABLE = 5
 
 

@@ -63,9 +63,7 @@ def are_whole(
     headers: Headers, segment: int, generation: int, offsets: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
     """Which are headers of records at these offsets of a segment's present life."""
-    data = headers.tobytes()
-    crcs = [zlib.crc32(data[at : at + _CRC_OFFSET]) for at in range(0, len(data), HEADER_BYTES)]
-    whole = (headers["magic"] == RECORD_MAGIC) & (headers["crc"] == np.array(crcs, dtype=np.uint32))
+    whole = (headers["magic"] == RECORD_MAGIC) & (headers["crc"] == _crcs(headers))
     whole &= (headers["version"] == RECORD_VERSION) & (headers["header_bytes"] == HEADER_BYTES)
     whole &= (headers["segment"] == segment) & (headers["generation"] == np.uint64(generation))
     whole &= headers["offset"] == offsets
@@ -87,3 +85,23 @@ def rows_of(headers: Headers) -> Rows:
         if name != "reserved":
             rows[name] = headers[name]
     return rows
+
+
+def headers_for(blocks: npt.NDArray[np.void]) -> Headers:
+    """Headers with the columns of ``blocks`` taken over; the others are 0. ``seal_headers`` completes them."""
+    headers = np.zeros(len(blocks), dtype=HEADERS_DTYPE)
+    headers["magic"], headers["version"], headers["header_bytes"] = RECORD_MAGIC, RECORD_VERSION, HEADER_BYTES
+    for name in blocks.dtype.names or ():
+        headers[name] = blocks[name]
+    return headers
+
+
+def seal_headers(headers: Headers) -> None:
+    """Give headers that are otherwise complete their CRC."""
+    headers["crc"] = _crcs(headers)
+
+
+def _crcs(headers: Headers) -> npt.NDArray[np.uint32]:
+    data = headers.tobytes()
+    crcs = [zlib.crc32(data[at : at + _CRC_OFFSET]) for at in range(0, len(data), HEADER_BYTES)]
+    return np.array(crcs, dtype=np.uint32)

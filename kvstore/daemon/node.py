@@ -27,25 +27,22 @@ import xxhash
 from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_class, check_count, check_flags, check_pins, check_put, check_rules
 from kvstore.daemon.clock import BoundedClock, ClockWatch
-from kvstore.daemon.codec import compress
+from kvstore.daemon.columns import Incoming, incoming
 from kvstore.daemon.files import Files
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
 from kvstore.daemon.presence import FOREVER_S, digest_words, key_words
-from kvstore.daemon.record import checksum_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.tallies import merge_effects
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
-from kvstore.daemon.writer import Incoming
 from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, Unavailable
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DEADLINE_S_DEFAULT,
     LOOKUP_KEYS_MAX,
-    PAYLOAD_BYTES_MAX,
     SCAN_PAGE_MAX,
     STATE_BYTES_MAX,
     STATE_POOL_BYTES_DEFAULT,
@@ -282,30 +279,20 @@ class Node:
         end_s = time.monotonic() + deadline_s
         check_put(blocks, traffic_class, ack, checksums)
         self._check_space(space_id)
+        rule = self._catalog.content.policy.rules.by_byte(traffic_class)
+        batch = incoming(blocks, rule.codec if rule else "none", checksums)
         outcomes = [PutOutcome.REFUSED] * len(blocks)
-        by_shard: dict[int, list[tuple[int, Incoming]]] = {}
-        oversized = 0
-        for position, block in enumerate(blocks):
-            incoming = self._incoming(block, traffic_class, checksums[position] if checksums is not None else None)
-            if incoming is None:
-                outcomes[position] = PutOutcome.ALTERED
-                continue
-            place = self._shards.index(self._home(block.name))
-            if len(incoming.stored) > self._shards[place].payload_bytes_max:
-                oversized += 1
-                continue
-            by_shard.setdefault(place, []).append((position, incoming))
-        if blocks and oversized == len(blocks):
+        homes = self._by_home(batch, blocks)
+        if blocks and not homes:
             raise CapacityProtected(
                 f"blocks of {len(blocks[0].payload)} bytes do not fit a segment, which takes "
                 f"{self._shards[0].payload_bytes_max}: make the store with larger segments"
             )
-        for place, items in by_shard.items():
+        for shard, positions in homes.items():
             left_s = max(0.0, end_s - time.monotonic())
-            incoming_blocks = [item[1] for item in items]
-            now_s = int(self._clock.now_s())
-            results = self._shards[place].put(space_id, incoming_blocks, traffic_class, now_s, ack, left_s)
-            for (position, _), outcome in zip(items, results, strict=True):
+            part = batch if len(positions) == len(blocks) else batch.pick(positions)
+            results = shard.put(space_id, part, traffic_class, int(self._clock.now_s()), ack, left_s)
+            for position, outcome in zip(positions, results, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
@@ -523,21 +510,14 @@ class Node:
         used = set().union(*(shard.spaces() for shard in self._shards))
         return {name: space for name, space in self._catalog.content.spaces.items() if name in used}
 
-    def _incoming(self, block: BlockPut, traffic_class: int, expected: int | None) -> Incoming | None:
-        """The block as it shall be stored; None if its bytes are not those that were submitted."""
-        payload = block.payload if isinstance(block.payload, bytes) else memoryview(block.payload).cast("B")
-        if not 1 <= len(payload) <= PAYLOAD_BYTES_MAX:
-            raise ValueError(f"a payload has 1..{PAYLOAD_BYTES_MAX} bytes, not {len(payload)}")
-        checksum = checksum_of(payload)
-        if expected is not None and checksum != expected:
-            return None
-        rule = self._catalog.content.policy.rules.by_byte(traffic_class)
-        codec, stored = compress(rule.codec if rule else "none", payload)
-        if stored is not payload:
-            if checksum_of(payload) != checksum:
-                return None
-            checksum = checksum_of(stored)
-        return Incoming(block.name, block.tokens, block.flags, codec, len(payload), stored, checksum)
+    def _by_home(self, batch: Incoming, blocks: Sequence[BlockPut]) -> dict[Shard, list[int]]:
+        """Positions of the blocks that go to each shard, but of those that do not fit one of its segments."""
+        homes: dict[Shard, list[int]] = {shard: [] for shard in self._shards}
+        for at, size in enumerate(batch.rows["stored_bytes"].tolist()):
+            shard = self._home(blocks[at].name) if len(homes) > 1 else self._shards[0]
+            if size <= shard.payload_bytes_max:
+                homes[shard].append(at)
+        return {shard: positions for shard, positions in homes.items() if positions}
 
     def _home(self, name: BlockName) -> Shard:
         """The shard that has the block, else the one that its route chooses."""

@@ -281,10 +281,15 @@ class Segment:
             if not self.unsafe:
                 self._durable = (generation, end)
 
+    @property
+    def durable_end(self) -> int:
+        """Where the records end that were flushed, as far as the disk can be believed."""
+        generation, end = self._durable
+        return end if generation == self.header.generation else 0
+
     def is_durable(self, offset: int) -> bool:
         """Whether a record of the present generation was flushed, as far as the disk can be believed."""
-        generation, end = self._durable
-        return generation == self.header.generation and offset < end
+        return offset < self.durable_end
 
     def seal(self) -> None:
         """Close the segment to appends, durably, so that a scan may trust its end. Raises OSError."""

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.daemon.codec import Codec, decompress
+from kvstore.daemon.columns import Incoming
 from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
@@ -47,7 +48,7 @@ from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
 from kvstore.daemon.volume import SCRUB_NAME, Volume, VolumeLayout
-from kvstore.daemon.writer import Incoming, Writer
+from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import TOMBSTONES_MAX
@@ -89,7 +90,7 @@ class Shard:
         self._pins = pins
         self._writer = threading.Lock()
         self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
-        self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, self._pin_until_s)
+        self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
         self._commit = GroupCommit(self._flush, commit_window_s)
         self._owed: set[Segment] = set()
         """Segments that somebody waits to see on disk."""
@@ -284,7 +285,7 @@ class Shard:
     def put(
         self,
         space_id: SpaceId,
-        blocks: Sequence[Incoming],
+        blocks: Incoming,
         class_byte: int,
         now_s: int,
         ack: AckLevel,
@@ -296,7 +297,7 @@ class Shard:
             outcomes = self._put.put(space_id, blocks, class_byte, now_s)
             self._ledger.compact_if_due()
         if ack == "disk" and any(outcome.value <= PutOutcome.REPLACED for outcome in outcomes):
-            self._owe(blocks, outcomes)
+            self._owe(blocks)
             try:
                 self._commit.wait(max(0.0, end_s - time.monotonic()))
             except OSError as error:
@@ -497,22 +498,33 @@ class Shard:
             if not self._ledger.index.closed:
                 self._ledger.segments.seal_if_still(segment, generation)
 
-    def _owe(self, blocks: Sequence[Incoming], outcomes: Sequence[PutOutcome]) -> None:
+    def _owe(self, blocks: Incoming) -> None:
         """The next flush is to make these blocks durable, and nothing that nobody waits for."""
         with self._ledger.lock:
-            for block, outcome in zip(blocks, outcomes, strict=True):
-                slot = self._ledger.presence.slot(block.name.key) if outcome.value <= PutOutcome.REPLACED else -1
-                place = self._ledger.place(slot) if slot >= 0 else None
-                if place is not None and not place.segment.is_durable(place.offset):
-                    self._owed.add(place.segment)
+            self._owed.update(place.segment for _, place in self._volatile(blocks))
+
+    def _volatile(self, blocks: Incoming) -> list[tuple[int, Place]]:
+        """Positions and places of blocks that are here but not on disk, as far as the disk can be believed."""
+        presence, segments = self._ledger.presence, self._ledger.segments.segments
+        slots = presence.slots(key_words(b"".join(blocks.keys)))
+        here = np.flatnonzero(slots >= 0)
+        numbers, offsets = presence.segments_of(slots[here]), presence.offsets_of(slots[here])
+        found: list[tuple[int, Place]] = []
+        for number in np.unique(numbers).tolist():
+            segment = segments.get(number)
+            mine = np.flatnonzero(numbers == number)
+            if segment is None or segment.is_durable(int(offsets[mine].max())):
+                continue
+            for at in mine[offsets[mine] >= segment.durable_end].tolist():
+                place = self._ledger.place(int(slots[here[at]]))
+                if place is not None:
+                    found.append((int(here[at]), place))
+        return found
 
     def _flush(self) -> None:
         with self._ledger.lock:
             owed, self._owed = self._owed, set()
         self._ledger.segments.flush(owed)
-
-    def _pin_until_s(self, space_id: SpaceId, key: BlockKey) -> int:
-        return self._pins.get((space_id, key), 0)
 
     def _read(self, space_id: SpaceId, name: BlockName, place: Place, buffer: bytearray | memoryview) -> RecordHeader:
         """Read and verify a whole block into a buffer of its payload's length. Raises RecordDamaged or OSError."""
@@ -573,19 +585,13 @@ class Shard:
                 problem = error
         return problem
 
-    def _lose_unsynced(
-        self, blocks: Sequence[Incoming], outcomes: Sequence[PutOutcome], now_s: int
-    ) -> list[PutOutcome]:
+    def _lose_unsynced(self, blocks: Incoming, outcomes: Sequence[PutOutcome], now_s: int) -> list[PutOutcome]:
         """What the disk did not confirm, now or when its segment was sealed, is not acknowledged and not served."""
         result = list(outcomes)
         with self._ledger.changing():
-            for position, block in enumerate(blocks):
-                slot = self._ledger.presence.slot(block.name.key)
-                place = self._ledger.place(slot) if slot >= 0 else None
-                if place is None or place.segment.is_durable(place.offset):
-                    continue
-                if outcomes[position].value <= PutOutcome.REPLACED:
-                    result[position] = PutOutcome.REFUSED
+            for at, place in self._volatile(blocks):
+                if outcomes[at].value <= PutOutcome.REPLACED:
+                    result[at] = PutOutcome.REFUSED
                     self._ledger.quarantine(place, now_s)
         return result
 

@@ -1,138 +1,134 @@
 """Putting blocks: which of a batch are new, where they go, and what counts as done.
 
 Owns the order record, index, presence. Does not make room (the reclaimer does) nor wait for the disk (the shard
-does). Runs under the shard's writer lock. Invariants: a run of consecutive blocks is one gather write; a payload that
-changed while it was written is dead before anybody can be told that it is stored; a block that is not stored leaves
-no trace that a restart would find.
+does). Runs under the shard's writer lock. Invariants: consecutive blocks are gather writes, and one index batch; bytes
+are verified after they were written, while they are in the processor's cache, so that a payload that changed on its way
+or meanwhile is dead before anybody can be told that it is stored; a block that is not stored leaves no trace that a
+restart would find.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.daemon.index import IndexRefused, entries_of
+from kvstore.daemon.columns import Incoming
+from kvstore.daemon.headers import Headers, headers_for, rows_of, seal_headers
+from kvstore.daemon.index import IndexRefused
 from kvstore.daemon.ledger import Ledger, Place
+from kvstore.daemon.presence import digest_words, key_words
 from kvstore.daemon.reclaimer import DAY_S, Reclaimer
-from kvstore.daemon.record import (
-    HEADER_BYTES,
-    Mark,
-    MarkReason,
-    RecordHeader,
-    checksum_of,
-    encode_header,
-    record_bytes,
-)
+from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, checksum_of
 from kvstore.daemon.segment import Segment
-from kvstore.keys import BlockKey, BlockName, SpaceId
+from kvstore.keys import BlockKey, SpaceId
+from kvstore.limits import MIB
 from kvstore.store import FLAG_APPROXIMATE, Buffer, Presence, PutOutcome
 from kvstore.traffic import ClassRules
 
 RUN_BLOCKS_MAX = 256
 """Blocks of one gather write: three buffers each stay below IOV_MAX."""
+WRITE_BYTES_MAX = MIB
+"""Bytes of one gather write, unless a block has more: its checksums are then taken while it is in cache."""
 ATTEMPTS = 2
 """Segments that a put tries: one bad file does not refuse it, a bad disk does at once."""
 _PAGE = bytes(4096)
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """One block as it shall be stored. ``stored`` is written as it is; ``checksum`` is of it, taken when it was
-    submitted.
-    """
-
-    name: BlockName
-    tokens: int
-    flags: int
-    codec: int
-    payload_bytes: int
-    stored: Buffer
-    checksum: int
-
-    @property
-    def record_bytes(self) -> int:
-        return record_bytes(len(self.stored))
+Touches = tuple[tuple[int, int], ...]
+Pins = Mapping[tuple[SpaceId, BlockKey], int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A block to write, the touches to carry over, and whether an approximate record is there to be replaced.
+class _Batch:
+    """One put under way. ``replaces``: by position, the touches to carry over from an approximate record.
 
     Not where that record is: making room for this very put may move or recycle it.
     """
 
-    position: int
-    block: Incoming
-    touches: tuple[tuple[int, int], ...]
-    replaces: bool
+    __slots__ = ("blocks", "class_byte", "now_s", "outcomes", "pending", "record_bytes", "replaces", "space_id")
+
+    def __init__(self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int) -> None:
+        self.space_id = space_id
+        self.blocks = blocks
+        self.class_byte = class_byte
+        self.now_s = now_s
+        self.outcomes = [PutOutcome.REFUSED] * len(blocks)
+        self.pending: npt.NDArray[np.int64] = np.arange(0)
+        self.replaces: dict[int, Touches] = {}
+        self.record_bytes = blocks.record_bytes()
 
 
 class Writer:
-    """``pins_s``: end of the pin of a key, for keys that are pinned."""
+    """``pins``: ends of pins by space and key."""
 
     def __init__(
         self,
         ledger: Ledger,
         reclaimer: Reclaimer,
         rules: Callable[[], ClassRules],
-        pins_s: Callable[[SpaceId, BlockKey], int],
+        pins: Callable[[], Pins],
     ) -> None:
         self._ledger = ledger
         self._reclaimer = reclaimer
         self._rules = rules
-        self._pins_s = pins_s
+        self._pins = pins
 
-    def put(self, space_id: SpaceId, blocks: Sequence[Incoming], class_byte: int, now_s: int) -> list[PutOutcome]:
+    def put(self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int) -> list[PutOutcome]:
         """Store or touch each block. A key twice in one batch is put twice, in order."""
+        runs = _distinct_runs(blocks.keys)
+        if len(runs) == 1:
+            return self._put_distinct(_Batch(space_id, blocks, class_byte, now_s))
         outcomes: list[PutOutcome] = []
-        for begin, end in _distinct_runs(blocks):
-            outcomes += self._put_distinct(space_id, blocks[begin:end], class_byte, now_s)
+        for begin, end in runs:
+            outcomes += self._put_distinct(_Batch(space_id, blocks.pick(range(begin, end)), class_byte, now_s))
         return outcomes
 
-    def _put_distinct(
-        self, space_id: SpaceId, blocks: Sequence[Incoming], class_byte: int, now_s: int
-    ) -> list[PutOutcome]:
-        outcomes = [PutOutcome.REFUSED] * len(blocks)
-        pending: list[_Planned] = []
-        touched: list[int] = []
+    def _put_distinct(self, batch: _Batch) -> list[PutOutcome]:
         with self._ledger.changing():
-            for position, block in enumerate(blocks):
-                planned = self._plan(space_id, position, block, class_byte, now_s)
-                if isinstance(planned, _Planned):
-                    pending.append(planned)
-                else:
-                    outcomes[position] = planned
-                    if planned is PutOutcome.TOUCHED:
-                        touched.append(self._ledger.presence.slot(block.name.key))
-            self._ledger.touch(np.array(touched, dtype=np.int64), class_byte, now_s)
-        self._write(space_id, pending, class_byte, now_s, outcomes)
-        self._count(outcomes)
-        return outcomes
+            self._plan(batch)
+        self._write(batch)
+        self._count(batch.outcomes)
+        return batch.outcomes
 
-    def _plan(
-        self, space_id: SpaceId, position: int, block: Incoming, class_byte: int, now_s: int
-    ) -> _Planned | PutOutcome:
-        """What to do with one block, under the ledger's lock."""
-        presence = self._ledger.presence
-        slot = presence.slot(block.name.key)
-        fresh = ((class_byte, now_s),)
-        if slot < 0:
-            return _Planned(position, block, fresh, replaces=False)
-        if presence.find(space_id, block.name.key, block.name.token_digest) < 0:
+    # --- what to do with each block ---------------------------------------------------------------------------------
+
+    def _plan(self, batch: _Batch) -> None:
+        """Sort out what is new or replaces, under the ledger's locks; touch the rest."""
+        slots = self._ledger.presence.slots(key_words(b"".join(batch.blocks.keys)))
+        pending = slots < 0
+        touched: list[int] = []
+        for at in np.flatnonzero(~pending).tolist():
+            outcome = self._plan_known(batch, at, int(slots[at]))
+            pending[at] = outcome is None
+            if outcome is not None:
+                batch.outcomes[at] = outcome
+            if outcome is PutOutcome.TOUCHED:
+                touched.append(int(slots[at]))
+        for at in batch.blocks.altered:
+            batch.outcomes[at] = PutOutcome.ALTERED
+            pending[at] = False
+        batch.pending = np.flatnonzero(pending)
+        if touched:
+            self._ledger.touch(np.array(touched, dtype=np.int64), batch.class_byte, batch.now_s)
+
+    def _plan_known(self, batch: _Batch, at: int, slot: int) -> PutOutcome | None:
+        """The outcome for a block whose key has a row; None if it is to be written."""
+        presence, row = self._ledger.presence, batch.blocks.rows[at]
+        words, digest = key_words(batch.blocks.keys[at]), digest_words(row["digest"].tobytes())
+        if not presence.matches(np.array([slot]), words, batch.space_id, digest)[0]:
             return PutOutcome.REFUSED  # another prefix has this key: neither may be served for the other
         place = self._ledger.place(slot)
-        if place is None or not presence.is_alive(slot, now_s):
-            self._bury_expired(slot, place, now_s)
-            return _Planned(position, block, fresh, replaces=False)
-        if place.flags & FLAG_APPROXIMATE and not block.flags & FLAG_APPROXIMATE:
-            presence.touch(slot, class_byte, now_s)
-            return _Planned(position, block, presence.touches(slot), replaces=True)
+        if place is None or not presence.is_alive(slot, batch.now_s):
+            self._bury_expired(slot, place, batch.now_s)
+            return None
+        if place.flags & FLAG_APPROXIMATE and not row["flags"] & FLAG_APPROXIMATE:
+            presence.touch(slot, batch.class_byte, batch.now_s)
+            batch.replaces[at] = presence.touches(slot)
+            return None
         return PutOutcome.TOUCHED
 
     def _bury_expired(self, slot: int, place: Place | None, now_s: int) -> None:
@@ -142,107 +138,100 @@ class Writer:
         self._ledger.counters.expired += 1
         self._ledger.forget_one(slot, Presence.EXPIRED, now_s)
 
-    def _write(
-        self,
-        space_id: SpaceId,
-        pending: Sequence[_Planned],
-        class_byte: int,
-        now_s: int,
-        outcomes: list[PutOutcome],
-    ) -> None:
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def _write(self, batch: _Batch) -> None:
         """Write what is pending in runs; whatever finds no room stays REFUSED.
 
         While the index takes no entries nothing is written: dead records would drive living ones out.
         """
-        if not pending or not self._ledger.mend_index():
+        pending = batch.pending
+        if not len(pending) or not self._ledger.mend_index():
             return
-        day = (now_s + self._rules().keep_for_s(class_byte)) // DAY_S
-        if not self._reclaimer.make_room_in_index(len(pending), now_s):
+        day = (batch.now_s + self._rules().keep_for_s(batch.class_byte)) // DAY_S
+        if not self._reclaimer.make_room_in_index(len(pending), batch.now_s):
             return
         at = failures = 0
         while at < len(pending):
-            segment = self._reclaimer.segment_for(class_byte, day, pending[at].block.record_bytes, now_s)
+            needed = int(batch.record_bytes[pending[at]])
+            segment = self._reclaimer.segment_for(batch.class_byte, day, needed, batch.now_s)
             if segment is None:
                 return
-            run = _fitting(pending[at:], segment.room_bytes)
-            if self._write_run(space_id, run, segment, class_byte, now_s, outcomes):
-                at += len(run)
+            run = _fitting(pending[at:], batch.record_bytes, segment.room_bytes)
+            done = self._write_run(batch, run, segment)
+            at += done
+            if done == len(run):
                 continue
             failures += 1
             if failures == ATTEMPTS:
                 return
 
-    def _write_run(
-        self,
-        space_id: SpaceId,
-        run: Sequence[_Planned],
-        segment: Segment,
-        class_byte: int,
-        now_s: int,
-        outcomes: list[PutOutcome],
-    ) -> bool:
-        """One gather write and one index batch. False if the segment or the index refused: the run stays REFUSED."""
-        headers: list[RecordHeader] = []
-        parts: list[Buffer] = []
-        offset = segment.end
-        for planned in run:
-            header = _header(space_id, planned, segment, offset, class_byte, now_s)
-            headers.append(header)
-            padding = header.record_bytes - HEADER_BYTES - header.stored_bytes
-            parts += [encode_header(header), planned.block.stored, memoryview(_PAGE)[:padding]]
-            offset += header.record_bytes
-        begin = segment.end
-        try:
-            segment.append(parts, offset - begin)
-        except OSError as error:
-            self._ledger.counters.write_errors += 1
-            log.error("records_not_written segment=%d problem=%r", segment.number, error)
+    def _write_run(self, batch: _Batch, run: npt.NDArray[np.int64], segment: Segment) -> int:
+        """Gather writes and one index batch. How many of the run are done with; the others stay REFUSED."""
+        headers = _headers(batch, run, segment)
+        intact: list[bool] = []
+        for begin, end in _writes(batch.record_bytes[run]):
+            positions = run[begin:end].tolist()
+            parts, total_bytes = _parts(headers[begin:end], [batch.blocks.stored[at] for at in positions])
+            try:
+                segment.append(parts, total_bytes)
+            except OSError as error:
+                self._ledger.counters.write_errors += 1
+                log.error("records_not_written segment=%d problem=%r", segment.number, error)
+                break
+            self._ledger.counters.bytes_written += total_bytes
+            intact += [at in batch.blocks.sure or _is_intact(batch.blocks, at) for at in positions]
+        done = len(intact)
+        if done and not self._commit(batch, run[:done], headers[:done], np.array(intact), segment):
+            done = 0
+        if len(intact) < len(run):
             self._ledger.segments.retire(segment)
-            return False
-        self._ledger.counters.bytes_written += offset - begin
-        intact = [_is_intact(planned.block) for planned in run]
-        return self._commit(space_id, run, headers, intact, segment, now_s, outcomes)
+        return done
 
     def _commit(
         self,
-        space_id: SpaceId,
-        run: Sequence[_Planned],
-        headers: Sequence[RecordHeader],
-        intact: Sequence[bool],
+        batch: _Batch,
+        run: npt.NDArray[np.int64],
+        headers: Headers,
+        intact: npt.NDArray[np.bool_],
         segment: Segment,
-        now_s: int,
-        outcomes: list[PutOutcome],
     ) -> bool:
-        """Make the written records count."""
-        good = [(planned, header) for planned, header, ok in zip(run, headers, intact, strict=True) if ok]
-        pins_s = {header.key: end_s for _, header in good if (end_s := self._pins_s(space_id, header.key))}
+        """Make the written records count. False if the index or the disk refused: none of them does."""
+        good = run[intact].tolist()
+        replaced = [batch.blocks.keys[at] for at in good if at in batch.replaces] if batch.replaces else []
         try:
-            for header, ok in zip(headers, intact, strict=True):
-                if not ok:
-                    segment.mark(header.offset, Mark(MarkReason.QUARANTINED, now_s))
-            replaced = [header.key for planned, header in good if planned.replaces]
-            rows = entries_of(header for _, header in good)
-            if not replaced:
-                self._ledger.store(rows, [segment], pins_s)
-            else:
+            for offset in headers["offset"][~intact].tolist():
+                segment.mark(offset, Mark(MarkReason.QUARANTINED, batch.now_s))
+            if replaced:
                 segment.sync()
-                with self._ledger.changing():
-                    for key in replaced:
-                        self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, now_s))
-                    self._ledger.store(rows, [segment], pins_s)
+            self._store(batch, rows_of(headers[intact]), good, replaced, segment)
         except (IndexRefused, OSError) as error:
             self._ledger.counters.write_errors += 1
             log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
-            for header in headers:
+            for offset in headers["offset"].tolist():
                 with contextlib.suppress(OSError):
-                    segment.mark(header.offset, Mark(MarkReason.QUARANTINED, now_s))
+                    segment.mark(offset, Mark(MarkReason.QUARANTINED, batch.now_s))
             return False
-        for planned, ok in zip(run, intact, strict=True):
-            if not ok:
-                outcomes[planned.position] = PutOutcome.ALTERED
-                continue
-            outcomes[planned.position] = PutOutcome.REPLACED if planned.replaces else PutOutcome.STORED
+        for at in run[~intact].tolist():
+            batch.outcomes[at] = PutOutcome.ALTERED
+        for at in good:
+            batch.outcomes[at] = PutOutcome.REPLACED if at in batch.replaces else PutOutcome.STORED
         return True
+
+    def _store(
+        self, batch: _Batch, rows: Headers, good: Sequence[int], replaced: Sequence[BlockKey], segment: Segment
+    ) -> None:
+        pins, pins_s = self._pins(), {}
+        if pins:
+            keys = [batch.blocks.keys[at] for at in good]
+            pins_s = {key: pins[batch.space_id, key] for key in keys if (batch.space_id, key) in pins}
+        if not replaced:
+            self._ledger.store(rows, [segment], pins_s)
+            return
+        with self._ledger.changing():
+            for key in replaced:
+                self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, batch.now_s))
+            self._ledger.store(rows, [segment], pins_s)
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:
         counters = self._ledger.counters
@@ -253,59 +242,71 @@ class Writer:
         counters.altered += outcomes.count(PutOutcome.ALTERED)
 
 
-def _distinct_runs(blocks: Sequence[Incoming]) -> list[tuple[int, int]]:
+def _distinct_runs(keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
     """Cut a batch so that no run names a key twice."""
     runs: list[tuple[int, int]] = []
     begin = 0
     seen: set[BlockKey] = set()
-    for position, block in enumerate(blocks):
-        if block.name.key in seen:
+    for position, key in enumerate(keys):
+        if key in seen:
             runs.append((begin, position))
             begin = position
             seen.clear()
-        seen.add(block.name.key)
-    return [*runs, (begin, len(blocks))]
+        seen.add(key)
+    return [*runs, (begin, len(keys))]
 
 
-def _fitting(pending: Sequence[_Planned], room_bytes: int) -> Sequence[_Planned]:
+def _fitting(
+    pending: npt.NDArray[np.int64], record_bytes: npt.NDArray[np.int64], room_bytes: int
+) -> npt.NDArray[np.int64]:
     """As many blocks as fit one after another, at least one."""
-    count = 0
-    for planned in pending[:RUN_BLOCKS_MAX]:
-        room_bytes -= planned.block.record_bytes
-        if room_bytes < 0:
-            break
-        count += 1
+    pending = pending[:RUN_BLOCKS_MAX]
+    count = int(np.searchsorted(np.cumsum(record_bytes[pending]), room_bytes, side="right"))
     assert count > 0
     return pending[:count]
 
 
-def _header(
-    space_id: SpaceId, planned: _Planned, segment: Segment, offset: int, class_byte: int, now_s: int
-) -> RecordHeader:
-    block = planned.block
-    return RecordHeader(
-        segment=segment.number,
-        generation=segment.header.generation,
-        offset=offset,
-        key=block.name.key,
-        parent=block.name.parent,
-        space_id=space_id,
-        token_digest=block.name.token_digest,
-        index=block.name.index,
-        tokens=block.tokens,
-        class_byte=class_byte,
-        flags=block.flags,
-        codec=block.codec,
-        stored_bytes=len(block.stored),
-        payload_bytes=block.payload_bytes,
-        written_s=now_s,
-        checksum=block.checksum,
-        touches=planned.touches,
-    )
+def _writes(record_bytes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cut a run into gather writes of at most WRITE_BYTES_MAX, or of one block."""
+    writes: list[tuple[int, int]] = []
+    begin = held_bytes = 0
+    for at, size in enumerate(record_bytes.tolist()):
+        if at > begin and held_bytes + size > WRITE_BYTES_MAX:
+            writes.append((begin, at))
+            begin, held_bytes = at, 0
+        held_bytes += size
+    return [*writes, (begin, len(record_bytes))]
 
 
-def _is_intact(block: Incoming) -> bool:
-    """Whether the bytes that were just written are those that were submitted (25 GB/s; an immutable buffer needs no
-    check).
-    """
-    return isinstance(block.stored, bytes) or checksum_of(block.stored) == block.checksum
+def _headers(batch: _Batch, run: npt.NDArray[np.int64], segment: Segment) -> Headers:
+    """The headers of a run that is appended to a segment."""
+    headers = headers_for(batch.blocks.rows[run])
+    ends = segment.end + np.cumsum(batch.record_bytes[run])
+    headers["offset"] = ends - batch.record_bytes[run]
+    headers["segment"], headers["generation"] = segment.number, segment.header.generation
+    headers["space"] = np.frombuffer(batch.space_id, dtype="<u8")
+    headers["class_byte"], headers["written_s"] = batch.class_byte, batch.now_s
+    headers["touch_class"][:, 0], headers["touch_s"][:, 0] = batch.class_byte, batch.now_s
+    for within, at in enumerate(run.tolist() if batch.replaces else ()):
+        for number, (class_byte, touch_s) in enumerate(batch.replaces.get(at, ())):
+            headers["touch_class"][within, number], headers["touch_s"][within, number] = class_byte, touch_s
+    seal_headers(headers)
+    return headers
+
+
+def _parts(headers: Headers, stored: Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """The buffers of one gather write (headers, payloads, padding), and their bytes."""
+    page, data = memoryview(_PAGE), memoryview(headers.tobytes())
+    parts: list[Buffer] = []
+    total_bytes = 0
+    for at, payload in enumerate(stored):
+        held_bytes = HEADER_BYTES + len(payload)
+        padding = -held_bytes % len(_PAGE)
+        parts += [data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES], payload, page[:padding]]
+        total_bytes += held_bytes + padding
+    return parts, total_bytes
+
+
+def _is_intact(blocks: Incoming, at: int) -> bool:
+    """Whether the bytes that were just written are those that were submitted (25 GB/s, and more from the cache)."""
+    return checksum_of(blocks.stored[at]) == int(blocks.rows["checksum"][at])

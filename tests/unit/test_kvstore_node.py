@@ -574,7 +574,7 @@ def test_a_payload_that_changes_while_it_is_written_is_not_acknowledged(bench: B
     assert bench.reopen(lose_index=True).lookup(bench.space, [name]).presence.tolist() != [Presence.PRESENT]
 
 
-def test_a_wrong_checksum_at_submission_is_altered_and_writes_nothing(bench: Bench) -> None:
+def test_a_wrong_checksum_at_submission_is_altered_and_keeps_nothing(bench: Bench) -> None:
     names = a_chain(bench.space, 2).names
     puts = puts_of(list(names), SIZE)
     good = xxhash.xxh3_64_intdigest(puts[0].payload)
