@@ -60,8 +60,8 @@ class ExtentStatus(IntEnum):
     """It cannot be read from the file as it is: ask for it by GET."""
 
 
-LENT, ASK = ExtentStatus.LENT, ExtentStatus.ASK
-"""By themselves: to look a member up in its class takes a microsecond."""
+LENT, ASK, MISS = int(ExtentStatus.LENT), int(ExtentStatus.ASK), int(ExtentStatus.MISS)
+"""As plain numbers: comparing a column with a member takes four times as long."""
 _KNOWN = np.zeros(256, bool)
 _KNOWN[list(ExtentStatus)] = True
 

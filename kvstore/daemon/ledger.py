@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import extents
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.headers import are_whole, headers_in, rows_of
 from kvstore.daemon.index import Extent, Index, IndexBatch, IndexDamaged, IndexRefused, Rows, keys_in
@@ -26,28 +27,14 @@ from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
 from kvstore.daemon.tombstones import Tombstone
+from kvstore.extents import LENT, MISS
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.limits import KEY_BYTES
 from kvstore.store import Presence
 
 log = logging.getLogger(__name__)
 _PAGE = 1024
-_TAKEN_DTYPE = np.dtype(
-    [
-        ("found", "?"),
-        ("segment", "<u4"),
-        ("generation", "<u8"),
-        ("offset", "<u8"),
-        ("record_bytes", "<u4"),
-        ("payload_bytes", "<u4"),
-        ("codec", "u1"),
-        ("flags", "u1"),
-        ("file", "<u4"),
-    ]
-)
-
-
-_LIFE_DTYPE = np.dtype([("found", "?"), ("generation", "<u8"), ("file", "<u4")])
+_LIFE_DTYPE = np.dtype([("status", "u1"), ("generation", "<u8"), ("file", "<u4")])
 
 
 class Place(NamedTuple):
@@ -71,35 +58,40 @@ class Place(NamedTuple):
 class Taken:
     """Where many blocks lie, as of the moment they were looked up: one element a key, in the order asked.
 
-    Columns are 0 where ``found`` is False. ``offset`` is that of the record: its header, then its payload. A reader
-    believes nothing but that header (key, space, token digest, generation, lengths, mark) and the checksum in it.
-    ``leases``: how often each segment was leased for this. ``file``: the place of each block's segment among them.
+    ``rows``: of those that are found (LENT), where the record lies: its header, then its payload; ``file`` is the place
+    of its segment among ``leases``. The other columns are 0 where nothing is found. A reader believes nothing but the
+    header (key, space, token digest, generation, lengths, mark) and the checksum in it. ``leases``: how often each
+    segment was leased for this.
     """
 
-    found: npt.NDArray[np.bool_]
-    segment: npt.NDArray[np.uint32]
-    generation: npt.NDArray[np.uint64]
-    offset: npt.NDArray[np.uint64]
+    rows: extents.Rows
     record_bytes: npt.NDArray[np.uint32]
     payload_bytes: npt.NDArray[np.uint32]
     codec: npt.NDArray[np.uint8]
-    flags: npt.NDArray[np.uint8]
-    file: npt.NDArray[np.uint32]
     leases: dict[Segment, int]
 
+    @classmethod
+    def nothing(cls, count: int) -> Taken:
+        """Nothing found of so many keys."""
+        rows = np.zeros(count, extents.ROW)
+        rows["status"] = MISS
+        return cls(rows, np.zeros(count, np.uint32), np.zeros(count, np.uint32), np.zeros(count, np.uint8), {})
 
-def _taken(columns: npt.NDArray[np.void], leases: dict[Segment, int]) -> Taken:
-    return Taken(**{name: columns[name] for name in _TAKEN_DTYPE.names or ()}, leases=leases)
+    @property
+    def found(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.rows["status"] == LENT)
 
 
 def _taken_one(place: Place | None) -> Taken:
     """What was taken of one key. (The steps for many would take ten times as long.)"""
-    columns = np.zeros(1, dtype=_TAKEN_DTYPE)
-    if place is None:
-        return _taken(columns, {})
-    segment, generation, offset, record_bytes, payload_bytes, codec, flags, _, _ = place
-    columns[0] = (True, segment.number, generation, offset, record_bytes, payload_bytes, codec, flags, 0)
-    return _taken(columns, {segment: 1})
+    taken = Taken.nothing(1)
+    if place is not None:
+        segment = place.segment
+        taken.rows[0] = (place.generation, place.offset, segment.number, 0, LENT, place.flags, b"")
+        taken.record_bytes[0], taken.payload_bytes[0] = place.record_bytes, place.payload_bytes
+        taken.codec[0] = place.codec
+        taken.leases[segment] = 1
+    return taken
 
 
 class Ledger:
@@ -154,8 +146,7 @@ class Ledger:
         if len(keys) == KEY_BYTES:
             return _taken_one(self._take(space_id, BlockKey(keys), TokenDigest(token_digests), now_s))
         words, digests = key_words(keys), digest_words(token_digests)
-        columns = np.zeros(len(words), dtype=_TAKEN_DTYPE)
-        leases: dict[Segment, int] = {}
+        taken = Taken.nothing(len(words))
         with self.lock:
             presence, shapes = self.presence, self.presence.shapes
             slots = presence.slots(words)
@@ -167,19 +158,22 @@ class Ledger:
             payload_bytes, codec, flags = shapes.payload_bytes[shape], shapes.codec[shape], shapes.flags[shape]
             numbers, which, counts = np.unique(segments, return_inverse=True, return_counts=True)
             lives = np.zeros(len(numbers), dtype=_LIFE_DTYPE)
+            lives["status"] = MISS
             for at, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
                 segment = self.segments.segments.get(number)
                 if segment is not None:  # a file that vanished is let go before its rows
-                    lives[at] = (True, segment.header.generation, len(leases))
+                    lives[at] = (LENT, segment.header.generation, len(taken.leases))
                     segment.leases += count
-                    leases[segment] = count
-        found = lives[which.ravel()]
-        columns["found"][served], columns["generation"][served] = found["found"], found["generation"]
-        columns["segment"][served], columns["file"][served] = segments, found["file"]
-        columns["offset"][served], columns["record_bytes"][served] = offsets, record_bytes
-        columns["payload_bytes"][served] = payload_bytes
-        columns["codec"][served], columns["flags"][served] = codec, flags
-        return _taken(columns, leases)
+                    taken.leases[segment] = count
+        there = lives["status"][which.ravel()] == LENT
+        life, served = lives[which.ravel()[there]], served[there]
+        rows = taken.rows
+        rows["status"][served], rows["generation"][served] = LENT, life["generation"]
+        rows["segment"][served], rows["file"][served] = segments[there], life["file"]
+        rows["offset"][served], rows["flags"][served] = offsets[there], flags[there]
+        taken.record_bytes[served], taken.payload_bytes[served] = record_bytes[there], payload_bytes[there]
+        taken.codec[served] = codec[there]
+        return taken
 
     def give_back_many(self, taken: Taken) -> None:
         """End the leases of ``take_many``, once."""

@@ -22,7 +22,7 @@ from kvstore import limits
 from kvstore.daemon.ledger import Taken
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
-from kvstore.extents import ASK, LENT, MADE, ROW, ExtentStatus, Rows
+from kvstore.extents import ASK, LENT, MADE, MISS, ROW, ExtentStatus, Rows
 from kvstore.keys import SpaceId
 from kvstore.record import CODEC_NONE
 from kvstore.wire import PackedNames
@@ -51,7 +51,7 @@ class Loan:
 
     def __init__(self, count: int) -> None:
         self.rows: Rows = np.zeros(count, ROW)
-        self.rows["status"] = ExtentStatus.MISS
+        self.rows["status"] = MISS
         self.payload_bytes = np.zeros(count, np.uint32)
         self.codecs = np.zeros(count, np.uint8)
         self.files: list[Life] = []
@@ -61,25 +61,22 @@ class Loan:
     def add(self, lender: Lender, positions: npt.NDArray[np.intp] | None, taken: Taken) -> None:
         """Take over what a lender lent, for the blocks at these positions (None: for all)."""
         self._owed.append((lender, taken))
-        here: npt.NDArray[np.intp] | slice = slice(None) if positions is None else positions
-        rows = np.zeros(len(taken.found), ROW)
-        rows["status"] = np.where(taken.found, LENT, ExtentStatus.MISS)
-        for name in ("generation", "offset", "segment", "flags", "file"):
-            rows[name] = getattr(taken, name)
-        if taken.leases:
-            rows["file"][taken.found] += len(self.files)
-            self.files += [(segment, segment.header.generation) for segment in taken.leases]
-        self.rows[here] = rows
-        self.payload_bytes[here] = taken.payload_bytes
-        self.codecs[here] = taken.codec
+        taken.rows["file"][taken.found] += len(self.files)
+        self.files += [(segment, segment.header.generation) for segment in taken.leases]
+        if positions is None:
+            self.rows, self.payload_bytes, self.codecs = taken.rows, taken.payload_bytes, taken.codec
+            return
+        self.rows[positions], self.payload_bytes[positions] = taken.rows, taken.payload_bytes
+        self.codecs[positions] = taken.codec
 
     def refuse_other_sizes(self, wanted_bytes: npt.NDArray[np.uint32]) -> None:
         """Lend only blocks of the lengths that are asked for."""
         self.end((self.rows["status"] == LENT) & (self.payload_bytes != wanted_bytes), WRONG_SIZE)
 
-    def end(self, where: npt.NDArray[np.bool_] | int, status: ExtentStatus) -> None:
+    def end(self, where: npt.NDArray[np.bool_] | int, status: int) -> None:
         """Lend these blocks no longer; the leases on their segments stay until the loan is closed."""
-        self.rows[where] = _NONE[status]
+        if isinstance(where, int) or where.any():
+            self.rows[where] = _NONE[status]
 
     def close(self) -> bool:
         """Give everything back; False if that was done before."""
@@ -96,7 +93,7 @@ class Loan:
         self.close()
 
 
-WRONG_SIZE = ExtentStatus.WRONG_SIZE
+WRONG_SIZE = int(ExtentStatus.WRONG_SIZE)
 _NONE = np.zeros(max(ExtentStatus) + 1, ROW)
 _NONE["status"] = np.arange(len(_NONE))
 
@@ -155,8 +152,8 @@ class Neighbour:
         """
         self._replace(loan, until_s)
         loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
-        lent = loan.rows["status"] == LENT
-        if not lent.any():
+        lent = np.flatnonzero(loan.rows["status"] == LENT)
+        if not len(lent):
             self.release()
             return loan.rows, False, []
         unknown = sum(life not in self._numbers for life in loan.files)
@@ -169,8 +166,8 @@ class Neighbour:
         for at in set(files.tolist()):
             numbers[at] = self._number(loan.files[at], fds)
         loan.rows["file"][lent] = numbers[files]
-        if (numbers[files] == MADE).any():
-            loan.end(lent & (loan.rows["file"] == MADE), ASK)
+        if MADE in numbers.tolist():
+            loan.end(loan.rows["file"] == MADE, ASK)
         return loan.rows, anew, fds
 
     def _number(self, life: Life, fds: list[int]) -> int:

@@ -21,7 +21,7 @@ from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.record import RecordHeader, encode_header
 from kvstore.daemon.request import Request, neighbour_of
 from kvstore.errors import Overloaded, ProtocolError
-from kvstore.extents import ASK, LENT, ExtentStatus, Plan
+from kvstore.extents import ASK, LENT, MISS, ExtentStatus, Plan
 from kvstore.framing import close_all
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.record import CODEC_NONE
@@ -122,24 +122,24 @@ class Outgoing:
             name = asked.names[at]
             opened = self._backend.open_payload(asked.space_id, name)
             if opened is None:
-                loan.end(at, ExtentStatus.MISS)
+                loan.end(at, MISS)
                 continue
             with ExitStack() as mine:
                 lease = mine.enter_context(opened)
                 status = self._admit(mine, lease, asked.wanted_bytes[at])
                 loan.end(at, status)
-                if status is not LENT:
+                if status != LENT:
                     continue
                 held.push(mine.pop_all())
                 loan.rows[at] = (0, at * MADE_SPACING, extents.MADE, extents.MADE, status, lease.flags, b"")
                 made[at] = (_header(asked.space_id, name, lease, at * MADE_SPACING), lease.data or b"")
         return made
 
-    def _admit(self, mine: ExitStack, lease: Lease, wanted_bytes: int) -> ExtentStatus:
+    def _admit(self, mine: ExitStack, lease: Lease, wanted_bytes: int) -> int:
         if lease.payload_bytes != wanted_bytes:
             return ExtentStatus.WRONG_SIZE
         if lease.data is None:
-            return ExtentStatus.MISS  # it was written anew since, uncompressed: who asks again is lent it
+            return MISS  # it was written anew since, uncompressed: who asks again is lent it
         try:
             mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0))
         except Overloaded:

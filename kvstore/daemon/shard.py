@@ -249,11 +249,13 @@ class Shard:
         Nothing is read here: the reader verifies header and payload, and tells of what it finds bad.
         """
         taken = self._ledger.take_many(space_id, keys, token_digests, now_s)
-        plain = taken.found & (taken.codec == Codec.NONE)  # the others are counted when they are opened
-        self._ledger.counters.hits += int(np.count_nonzero(plain))
-        self._ledger.counters.misses += int(np.count_nonzero(~taken.found))
-        self._ledger.counters.extents_read += _extents(taken, plain)
-        self._ledger.counters.bytes_read += int(taken.payload_bytes[plain].sum(dtype=np.int64))
+        found = taken.found
+        plain = found & (taken.codec == Codec.NONE)  # the others are counted when they are opened
+        counters = self._ledger.counters
+        counters.hits += int(np.count_nonzero(plain))
+        counters.misses += len(found) - int(np.count_nonzero(found))
+        counters.extents_read += _extents(taken, plain)
+        counters.bytes_read += int(taken.payload_bytes[plain].sum(dtype=np.int64))
         return taken
 
     def give_back(self, taken: Taken) -> None:
@@ -606,7 +608,10 @@ def _holds(place: Place, key: BlockKey) -> bool:
 
 def _extents(taken: Taken, where: npt.NDArray[np.bool_]) -> int:
     """How many runs of records, each right behind the one before, the blocks make in whatever order they are read."""
-    places = taken.segment[where].astype(np.uint64) << np.uint64(32) | taken.offset[where]  # offsets are below 2^32
+    if len(where) == 1:
+        return int(where[0])
+    rows = taken.rows[where]
+    places = rows["segment"].astype(np.uint64) << np.uint64(32) | rows["offset"]  # offsets are below 2^32
     order = np.argsort(places)
     begins, ends = places[order], (places + taken.record_bytes[where])[order]
     return len(begins) - int(np.count_nonzero(begins[1:] == ends[:-1]))
