@@ -24,7 +24,7 @@ from kvstore.framing import close_all
 from kvstore.receive import Scatter
 from kvstore.record import HEADER_BYTES
 
-PART_BYTES = 4 * limits.MIB
+PART_BYTES = 8 * limits.MIB
 PARTS = 2
 """While the daemon writes what is in one part of the arena, the client fills the next; together they stay in cache."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.daemon.chains import in_chain_order
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.index import IndexRefused, blocks_max, entries_of
 from kvstore.daemon.ledger import Ledger, Place
@@ -266,7 +267,8 @@ class Reclaimer:
             slots = slots[np.argsort(self._ledger.presence.places[slots])]
             places = [place for slot in slots.tolist() if (place := self._ledger.place(slot)) is not None]
         copies: list[_Copy] = []
-        for place in places:
+        for at in in_chain_order([_links(place) for place in places]):
+            place = places[at]
             try:
                 copied = self._copy(place, day, now_s)
             except OSError as error:
@@ -342,3 +344,12 @@ class Reclaimer:
             log.error("blocks_not_moved problem=%r", error)
             return None
         return len(copies)
+
+
+def _links(place: Place) -> tuple[bytes, bytes]:
+    """Key and parent of a record; of one that cannot be read, nothing."""
+    try:
+        header, _ = place.segment.read_header(place.offset)
+    except (RecordDamaged, OSError):
+        return b"", b""
+    return header.key, header.parent

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvstore.daemon.segment import Segment
 
-REST_S = 1.0
+REST_S = 5.0
 """A full segment waits this long: one that is recycled at once is never flushed, and the kernel has begun by itself."""
 STOP_S_MAX = 30.0
 """A disk that takes longer is left to the next start."""

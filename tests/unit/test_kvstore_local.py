@@ -406,15 +406,21 @@ def test_an_arena_that_could_be_cut_short_is_not_mapped(tmp_path: Path) -> None:
 # --- puts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_put_goes_through_the_arena_part_by_part(bench: Bench) -> None:
+def test_a_put_goes_through_the_arena_part_by_part() -> None:
     """More than the arena holds, in sizes that do not divide it: every block comes back."""
-    names = list(a_chain(bench.space, 45, seed=1).names)
-    puts = puts_of(names, 200_003)
-    assert sum(len(put.payload) for put in puts) > local.PARTS * local.PART_BYTES
-    assert bench.client.put(bench.space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 45
-    buffers = [bytearray(200_003) for _ in names]
-    assert bench.client.get_into(bench.space, names, buffers) == [OK] * 45
-    assert buffers == [put.payload for put in puts]
+    with short_dir() as folder:
+        config = NodeConfig(directories=(folder / "data",), capacity_bytes=64 * limits.MIB, segment_bytes=limits.MIB)
+        node = Node.open(config, ManualClock(), TEST_RULES)
+        with served(node, folder) as server, client_of(server.addresses[1]) as client:
+            space = client.register_space(a_space())
+            names = list(a_chain(space, 90, seed=1).names)
+            puts = puts_of(names, 200_003)
+            assert sum(len(put.payload) for put in puts) > local.PARTS * local.PART_BYTES
+            assert client.put(space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 90
+            buffers = [bytearray(200_003) for _ in names]
+            assert client.get_into(space, names, buffers) == [OK] * 90
+            assert buffers == [put.payload for put in puts]
+        node.close()
 
 
 def test_payloads_are_cut_so_that_each_run_fits_a_part() -> None:
