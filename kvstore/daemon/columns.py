@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.daemon.codec import compress
+from kvstore.daemon.codec import Codec, compress
 from kvstore.daemon.record import checksum_of, record_bytes
 from kvstore.keys import BlockKey
 from kvstore.limits import PAYLOAD_BYTES_MAX
@@ -64,8 +64,8 @@ class Incoming:
 
     def record_bytes(self) -> npt.NDArray[np.int64]:
         """Disk bytes of each block's record."""
-        sizes, which = np.unique(self.rows["stored_bytes"], return_inverse=True)
-        return np.array([record_bytes(size) for size in sizes.tolist()], dtype=np.int64)[which.ravel()]
+        sizes = [record_bytes(size) for size in self.rows["stored_bytes"].tolist()]
+        return np.array(sizes, dtype=np.int64)
 
 
 def incoming(blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[int] | None) -> Incoming:
@@ -74,20 +74,19 @@ def incoming(blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[in
     Raises ValueError for a payload of an impossible length.
     """
     stored = [_flat(block.payload) for block in blocks]
-    codecs: list[int] = []
+    codecs: list[int] = [Codec.NONE] * len(stored)
     sure: set[int] = set()
     altered: set[int] = set()
     taken = list(checksums) if checksums is not None else [checksum_of(payload) for payload in stored]
     sizes = [len(payload) for payload in stored]
-    for at, payload in enumerate(stored):
-        codec, packed = compress(codec_name, payload)
-        codecs.append(codec)
+    if checksums is None:
+        sure.update(at for at, payload in enumerate(stored) if isinstance(payload, bytes))
+    for at, payload in enumerate(stored if codec_name != "none" else ()):
+        codecs[at], packed = compress(codec_name, payload)
         if packed is not payload:
             if checksum_of(payload) != taken[at]:
                 altered.add(at)
             stored[at], taken[at] = packed, checksum_of(packed)
-            sure.add(at)
-        elif checksums is None and isinstance(payload, bytes):
             sure.add(at)
     rows = np.zeros(len(blocks), dtype=INCOMING_DTYPE)
     names = [block.name for block in blocks]

@@ -50,13 +50,16 @@ class Files:
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write the buffers one after another at ``offset``; returns the bytes written: all of them."""
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        left_bytes = sum(map(len, views))
         done = 0
-        while views:
+        while left_bytes:
             count = self.pwritev(fd, views[:IOV_MAX], offset + done)
             if count == 0:
                 raise OSError(errno.EIO, "the device accepted no bytes")
             done += count
-            views = _advance(views, count)
+            left_bytes -= count
+            if left_bytes:
+                views = _advance(views, count)
         return done
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:

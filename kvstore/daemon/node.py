@@ -512,9 +512,12 @@ class Node:
 
     def _by_home(self, batch: Incoming, blocks: Sequence[BlockPut]) -> dict[Shard, list[int]]:
         """Positions of the blocks that go to each shard, but of those that do not fit one of its segments."""
+        first = self._shards[0]
+        if len(self._shards) == 1 and (batch.rows["stored_bytes"] <= first.payload_bytes_max).all():
+            return {first: list(range(len(blocks)))} if blocks else {}
         homes: dict[Shard, list[int]] = {shard: [] for shard in self._shards}
         for at, size in enumerate(batch.rows["stored_bytes"].tolist()):
-            shard = self._home(blocks[at].name) if len(homes) > 1 else self._shards[0]
+            shard = self._home(blocks[at].name) if len(homes) > 1 else first
             if size <= shard.payload_bytes_max:
                 homes[shard].append(at)
         return {shard: positions for shard, positions in homes.items() if positions}
