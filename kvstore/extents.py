@@ -66,6 +66,11 @@ _KNOWN = np.zeros(256, bool)
 _KNOWN[list(ExtentStatus)] = True
 
 
+def rows_bytes(count: int) -> int:
+    """Length of an answer of so many rows."""
+    return _COUNT.size + count * ROW.itemsize
+
+
 def encode_rows(rows: Rows, *, option: bool = False) -> bytes:
     return _COUNT.pack(len(rows), option) + rows.tobytes()
 
@@ -77,7 +82,7 @@ def decode_rows(body: bytes, what: str) -> tuple[Rows, bool]:
     count, option = _COUNT.unpack_from(body)
     if count > limits.BATCH_BLOCKS_MAX or option > 1:
         raise ProtocolError(f"{what} carries a count or option beyond its bound")
-    if len(body) != _COUNT.size + count * ROW.itemsize:
+    if len(body) != rows_bytes(count):
         raise ProtocolError(f"{what} has another length than its count says")
     rows = np.frombuffer(body, ROW, count, _COUNT.size)
     if not _KNOWN[rows["status"]].all():

@@ -22,6 +22,8 @@ from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
 SEND_BUFFER_BYTES = 1024 * 1024
 """Of Unix sockets: the default of 208 KiB halves their speed."""
 FILE_CHUNK_BYTES = 8 * 1024 * 1024
+AHEAD_BYTES = 16 * 1024
+"""Room for the question after many blocks."""
 BUFFERS_PER_SEND = 512
 """Half of what the kernel takes in one sendmsg."""
 UNIX_PATH_BYTES_MAX = 107
@@ -128,7 +130,7 @@ class Channel:
     Without a deadline every call blocks until the peer acts or somebody shuts the socket down.
     """
 
-    __slots__ = ("_armed_s", "_deadline_s", "_monotonic", "_sock")
+    __slots__ = ("_ahead", "_armed_s", "_buffer", "_deadline_s", "_monotonic", "_sock")
 
     def __init__(self, sock: socket.socket, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._sock = sock
@@ -136,6 +138,15 @@ class Channel:
         self._deadline_s: float | None = None
         self._armed_s: dict[int, float] = {}
         """What the kernel was told, by option."""
+        self._buffer: memoryview | None = None
+        self._ahead = memoryview(b"")
+        """What was received beyond what was asked for: it comes first."""
+
+    def read_ahead(self) -> None:
+        """From now on a frame's header is received with what follows it. Descriptors that come are lost from now on:
+        for a peer that sends frames mostly without payload, and has sent its descriptors.
+        """
+        self._buffer = memoryview(bytearray(AHEAD_BYTES))
 
     def set_deadline(self, deadline_s: float | None) -> None:
         """A point of the monotonic clock that no later call outlasts; None for no bound."""
@@ -217,8 +228,11 @@ class Channel:
     def receive_descriptors(self, count: int) -> list[int | None]:
         """What ``send_descriptors`` sent, owned by the caller; None where a byte came without (too many open files)."""
         fds: list[int | None] = []
+        while self._ahead and len(fds) < count:
+            self._ahead = self._ahead[1:]
+            fds.append(None)
         try:
-            for _ in range(count):
+            for _ in range(count - len(fds)):
                 fds.append(self._receive_descriptor())
         except BaseException:
             close_all(fds)
@@ -252,8 +266,12 @@ class Channel:
 
     def receive_header(self, began: Callable[[], None] | None = None) -> wire.Header | None:
         """The next frame's header, or None if the peer closed between frames. ``began`` is called at its first byte."""
+        if self._buffer is not None and not self._ahead:
+            self._ahead = self._buffer[: self._receive_some(self._buffer, 0)]
+            if not self._ahead:
+                return None
         view = memoryview(bytearray(wire.HEADER_BYTES))
-        got = self._receive_some(view, 0)
+        got = self._take_ahead(view) or self._receive_some(view, 0)
         if got == 0:
             return None
         if began is not None:
@@ -261,6 +279,29 @@ class Channel:
         if got < len(view):
             self.receive_into(view[got:])
         return wire.decode_header(view)
+
+    def receive_answer(self, body_bytes: int) -> tuple[wire.Header | None, bytes]:
+        """Header and body of a frame whose body has this length, unless it tells of an error; no header if the peer
+        closed.
+
+        Nothing beyond such a frame is received, and both come at once where they were sent at once.
+        """
+        view = memoryview(bytearray(wire.HEADER_BYTES + body_bytes))
+        got = self._receive_some(view, 0)
+        if got == 0:
+            return None, b""
+        if got < wire.HEADER_BYTES:
+            self.receive_into(view[got : wire.HEADER_BYTES])
+            got = wire.HEADER_BYTES
+        header = wire.decode_header(view[: wire.HEADER_BYTES])
+        body = bytearray(header.body_bytes)
+        came = view[wire.HEADER_BYTES : got]
+        if len(came) > len(body):
+            raise ProtocolError("the peer sent bytes that belong to no frame")
+        body[: len(came)] = came
+        self.receive_into(memoryview(body)[len(came) :])
+        wire.check_body(header, bytes(body))
+        return header, bytes(body)
 
     def receive_body(self, header: wire.Header) -> bytes:
         """The body that follows a header, checked against it."""
@@ -272,7 +313,7 @@ class Channel:
 
     def receive_into(self, view: memoryview) -> None:
         """Fill the whole view from the peer."""
-        at = 0
+        at = self._take_ahead(view)
         while at < len(view):
             got = self._receive_some(view[at:], socket.MSG_WAITALL)
             if got == 0:
@@ -281,6 +322,8 @@ class Channel:
 
     def receive_parts(self, parts: list[memoryview]) -> None:
         """Fill all of the views from the peer, one after another; there are at most 1024."""
+        while parts and self._ahead:
+            parts = _advance(parts, self._take_ahead(parts[0]))
         while parts:
             self._arm(socket.SO_RCVTIMEO)
             try:
@@ -299,6 +342,14 @@ class Channel:
             part = scratch[: min(count, len(scratch))]
             self.receive_into(part)
             count -= len(part)
+
+    def _take_ahead(self, view: memoryview) -> int:
+        """How much of a view was filled by what came before it was asked for."""
+        if not self._ahead:
+            return 0
+        count = min(len(view), len(self._ahead))
+        view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+        return count
 
     def _receive_some(self, view: memoryview, flags: int) -> int:
         while True:

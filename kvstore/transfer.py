@@ -36,8 +36,9 @@ def get(hold: Hold, space_id: SpaceId, scatter: Scatter, monotonic: Callable[[],
             if not scatter.asked:
                 return count
             body = scatter.request(space_id)
-        hold.ask(
+        hold.ask_sized(
             Call(wire.Opcode.GET, body, bulk=True),
+            extents.rows_bytes(len(scatter.asked)),
             lambda channel, header, body: scatter.take(channel, header, body, space_id),
         )
     finally:
@@ -62,7 +63,7 @@ def _get_local(
         return now_s < until_s
 
     until_s = monotonic() + peer.lease_s  # the lease begins later than this clock is read, so it ends later
-    rows = hold.ask(Call(wire.Opcode.EXTENTS, body, bulk=True), take)
+    rows = hold.ask_sized(Call(wire.Opcode.EXTENTS, body, bulk=True), extents.rows_bytes(len(scatter.asked)), take)
     lent = scatter.settle_rows(rows)
     plan = extents.plan(rows, lent, [scatter.sizes[at] for at in scatter.asked])
     count = 0

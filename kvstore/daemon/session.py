@@ -263,3 +263,4 @@ class Session:
             neighbour.close()
             raise ProtocolError("a connection shares memory once")
         connection.neighbour = neighbour
+        connection.channel.read_ahead()

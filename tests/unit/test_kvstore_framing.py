@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import tempfile
 import threading
@@ -124,6 +125,75 @@ def test_the_end_between_frames_differs_from_the_end_within_one(pair: tuple[Chan
     with pytest.raises(Unavailable, match="middle"):
         channel.receive_header()
     assert channel.receive_header() is None
+
+
+def _send(peer: socket.socket, data: bytes, piece: int) -> None:
+    for at in range(0, len(data), piece):
+        peer.sendall(data[at : at + piece])
+
+
+@pytest.mark.parametrize("piece", [1, 7, 41, 4096, 1_000_000])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_reading_ahead_changes_nothing_but_the_steps(
+    pair: tuple[Channel, socket.socket], piece: int, ahead: bool
+) -> None:
+    """However bytes come, frames with and without body and payload are received as they were sent, then the end."""
+    channel, peer = pair
+    draw = random.Random(piece)
+    sizes = [draw.choice((0, 1, 300, 5000)) for _ in range(9)] + [20_000] * (piece > 40)
+    frames = [(draw.randbytes(size), draw.randbytes(17 * (at % 3 == 0))) for at, size in enumerate(sizes)]
+    heads = [
+        wire.encode_frame(wire.Opcode.CONTROL, at, body, payload_bytes=len(payload))
+        for at, (body, payload) in enumerate(frames)
+    ]
+    stream = b"".join(head + payload for head, (_, payload) in zip(heads, frames, strict=True))
+
+    thread = threading.Thread(target=_send, args=(peer, stream, piece))
+    thread.start()
+    channel.set_deadline(time.monotonic() + 20)
+    if ahead:
+        channel.read_ahead()
+    for at, (body, payload) in enumerate(frames):
+        header = channel.receive_header()
+        assert header is not None
+        assert (header.request_id, channel.receive_body(header)) == (at, body)
+        taken = [bytearray(8), bytearray(9)]
+        if at % 2 and payload:
+            channel.discard(17, memoryview(taken[0]))
+        elif payload:
+            channel.receive_parts([memoryview(part) for part in taken])
+            assert b"".join(taken) == payload
+    thread.join(20)
+    peer.shutdown(socket.SHUT_WR)
+    assert channel.receive_header() is None
+
+
+@pytest.mark.parametrize("piece", [1, 39, 40, 60, 1000])
+def test_an_answer_of_known_length_is_taken_and_nothing_behind_it(
+    pair: tuple[Channel, socket.socket], piece: int
+) -> None:
+    """Also where it comes in pieces, tells of an error in fewer or more bytes, or has another length than it should."""
+    channel, peer = pair
+    channel.set_deadline(time.monotonic() + 20)
+    answers = [(wire.Opcode.GET, 100), (wire.Opcode.ERROR, 9), (wire.Opcode.GET, 100), (wire.Opcode.ERROR, 300)]
+    for opcode, size in answers:
+        body = bytes(range(size % 256)) * (size // (size % 256))
+        payload = b"" if opcode == wire.Opcode.ERROR else b"payload"
+        frame = wire.encode_frame(opcode, 1, body, payload_bytes=len(payload), reply=True) + payload
+        thread = threading.Thread(target=_send, args=(peer, frame, piece))
+        thread.start()
+        header, came = channel.receive_answer(100)
+        assert header is not None
+        assert (header.opcode, came) == (opcode, body)
+        rest = bytearray(len(payload))
+        channel.receive_into(memoryview(rest))
+        assert rest == payload
+        thread.join(20)
+    peer.sendall(wire.encode_frame(wire.Opcode.GET, 1, b"short", reply=True) + b"of no frame")
+    with pytest.raises(ProtocolError, match="belong to no frame"):
+        channel.receive_answer(100)
+    peer.close()
+    assert channel.receive_answer(100) == (None, b"")
 
 
 def test_only_the_awaited_answer_is_taken() -> None:
