@@ -7,6 +7,7 @@ that injects ENOSPC, EIO and short transfers. Invariant: a write that returns ha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from kvstore.store import Buffer
 IOV_MAX = 1000
 """Buffers in one gather write; Linux allows 1024."""
 
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -67,6 +72,11 @@ class Files:
 
     def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, views, offset)
+
+    def hasten(self, fd: int, offset: int, count: int) -> None:
+        """Let the device begin with dirty bytes, so that a later ``fdatasync`` finds less to do. Promises nothing."""
+        if _sync_file_range is not None:
+            _sync_file_range(fd, offset, count, _SYNC_FILE_RANGE_WRITE)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)

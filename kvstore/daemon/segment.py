@@ -262,6 +262,10 @@ class Segment:
         self.end += total_bytes
         self.dirty = True
 
+    def hasten(self, begin: int) -> None:
+        """Let the device begin with what was appended from ``begin`` on: somebody is going to wait for it."""
+        self.files.hasten(self.fd, begin, self.end - begin)
+
     def sync(self, *, if_dirty: bool = False) -> None:
         """Make everything appended so far durable. Raises OSError (and marks the segment failed and unsafe).
 

@@ -296,7 +296,7 @@ class Shard:
         """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
         end_s = time.monotonic() + deadline_s
         with self._writing(deadline_s):
-            outcomes = self._put.put(space_id, blocks, class_byte, now_s)
+            outcomes = self._put.put(space_id, blocks, class_byte, now_s, for_disk=ack == "disk")
             self._ledger.compact_if_due()
         if ack == "disk" and any(outcome.value <= PutOutcome.REPLACED for outcome in outcomes):
             self._owe(blocks)

@@ -49,13 +49,24 @@ class _Batch:
     Not where that record is: making room for this very put may move or recycle it.
     """
 
-    __slots__ = ("blocks", "class_byte", "now_s", "outcomes", "pending", "record_bytes", "replaces", "space_id")
+    __slots__ = (
+        "blocks",
+        "class_byte",
+        "for_disk",
+        "now_s",
+        "outcomes",
+        "pending",
+        "record_bytes",
+        "replaces",
+        "space_id",
+    )
 
-    def __init__(self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int) -> None:
+    def __init__(self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, for_disk: bool) -> None:
         self.space_id = space_id
         self.blocks = blocks
         self.class_byte = class_byte
         self.now_s = now_s
+        self.for_disk = for_disk
         self.outcomes = [PutOutcome.REFUSED] * len(blocks)
         self.pending: npt.NDArray[np.int64] = np.arange(0)
         self.replaces: dict[int, Touches] = {}
@@ -77,14 +88,21 @@ class Writer:
         self._rules = rules
         self._pins = pins
 
-    def put(self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int) -> list[PutOutcome]:
-        """Store or touch each block. A key twice in one batch is put twice, in order."""
+    def put(
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool = False
+    ) -> list[PutOutcome]:
+        """Store or touch each block. A key twice in one batch is put twice, in order.
+
+        ``for_disk``: the device begins with what is written while more is.
+        """
         runs = _distinct_runs(blocks.keys)
         if len(runs) == 1:
-            return self._put_distinct(_Batch(space_id, blocks, class_byte, now_s))
+            return self._put_distinct(_Batch(space_id, blocks, class_byte, now_s, for_disk))
         outcomes: list[PutOutcome] = []
         for begin, end in runs:
-            outcomes += self._put_distinct(_Batch(space_id, blocks.pick(range(begin, end)), class_byte, now_s))
+            outcomes += self._put_distinct(
+                _Batch(space_id, blocks.pick(range(begin, end)), class_byte, now_s, for_disk)
+            )
         return outcomes
 
     def _put_distinct(self, batch: _Batch) -> list[PutOutcome]:
@@ -179,6 +197,8 @@ class Writer:
                 self._ledger.counters.write_errors += 1
                 log.error("records_not_written segment=%d problem=%r", segment.number, error)
                 break
+            if batch.for_disk:
+                segment.hasten(segment.end - total_bytes)
             self._ledger.counters.bytes_written += total_bytes
             intact += [at in batch.blocks.sure or _is_intact(batch.blocks, at) for at in positions]
         done = len(intact)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.node import Node, NodeConfig
+from kvstore.daemon.record import record_bytes
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
 from kvstore.store import GetStatus, PutOutcome
@@ -130,4 +131,32 @@ def test_a_segment_that_was_recycled_meanwhile_is_left_alone(tmp_path: Path) -> 
     node.close()
     node = open_node(tmp_path / "data", Files())
     assert all(read(node, space, name, SIZE)[0] == GetStatus.OK for name in kept)
+    node.close()
+
+
+def test_the_device_begins_with_a_put_that_wants_the_disk_while_it_is_written(tmp_path: Path) -> None:
+    """Every byte that such a put appends is offered to the device before the flush; those of others are not."""
+
+    class Watching(Files):
+        def __init__(self) -> None:
+            self.hastened = 0
+            self.at_flush: list[int] = []
+
+        def hasten(self, fd: int, offset: int, count: int) -> None:
+            self.hastened += count
+            super().hasten(fd, offset, count)
+
+        def fdatasync(self, fd: int) -> None:
+            self.at_flush.append(self.hastened)
+            super().fdatasync(fd)
+
+    disk = Watching()
+    node = open_node(tmp_path / "data", disk)
+    space = node.register_space(a_space())
+    fill(node, space, 1, seed=1)
+    assert disk.hastened == 0
+    disk.at_flush.clear()
+    name = a_chain(space, 1, seed=2).names[0]
+    assert node.put(space, puts_of([name], SIZE), traffic_class=AGENT, ack="disk") == [PutOutcome.STORED]
+    assert disk.at_flush[-1] == record_bytes(SIZE)
     node.close()
