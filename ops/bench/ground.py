@@ -32,6 +32,8 @@ FILL_BATCH_BYTES = 64 * MIB
 READ_CAPACITY_FACTOR = 2
 SMALL_RECORD_BYTES = 5 * KIB
 """Room on disk for a block of a few bytes: a page, and some for what is not full."""
+CAPACITY_BLOCKS_MIN = 64
+"""A small volume has about 32 segments; with fewer, the largest blocks would not fit into one."""
 SPACE_NEEDED_FACTOR = 2
 """Free bytes that the folder's file system must have, over what the bench will write."""
 
@@ -81,7 +83,7 @@ def quick(settings: Settings) -> Settings:
         sample_s=0.002,
         batch=8,
         population_bytes=MIB,
-        put_capacity_bytes=max(64 * MIB, 32 * max(settings.sizes)),
+        put_capacity_bytes=max(64 * MIB, CAPACITY_BLOCKS_MIN * max(settings.sizes)),
         blocks=2048,
         mix_calls=4,
         trace_requests=20,
@@ -133,6 +135,10 @@ class Ground:
         client = StoreClient.connect([process.unix])
         stack.callback(client.close)
         return Filled(process, client, client.register_space(SPACE))
+
+    def forget(self, peer: str) -> None:
+        """Leave a peer out from now on; it is ended with the others."""
+        self.peers = [one for one in self.peers if one.name != peer]
 
     def fill(self, store: Filled, size: int, count: int, seed: int = 0) -> list[BlockName]:
         """Store one chain of ``count`` blocks; its names."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -28,6 +28,8 @@ CALLS_PER_SAMPLE_MAX = 2000
 SAMPLE_S = 0.2
 """A contender's share of one round; short calls are repeated to fill it."""
 GIGA = 1e9
+PEERS_BARRED = ("mooncake", "valkey")
+"""Bars may name them though they are not here: then nothing is compared."""
 
 
 def nothing() -> None:
@@ -48,7 +50,7 @@ class Contender:
     """``once`` does ``amount`` (bytes, keys or starts) of work; it returns the time if that was taken elsewhere.
 
     ``prepare`` runs before each call and ``around`` is held during each sample; neither is counted. ``pids``: the
-    processes, besides this one, that do its work.
+    processes, besides this one, that do its work. ``may_fail``: what it may raise without ending its case.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Contender:
     prepare: Callable[[], None] = nothing
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     pids: Callable[[], Sequence[int]] = tuple
+    may_fail: tuple[type[Exception], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +96,24 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure to reach. ``of``: a contender's name, ``peer`` for the best peer, or empty for the figure itself.
+    """A figure to reach. ``of``: a contender's name, ``peer`` for the best peer, a peer's, or empty for itself.
 
     ``figure``: ``rate`` (of the other), or ``p50_s``, ``p99_s``, ``cpu_s_per_gb``. Rates are to be at least ``bound``,
-    all else at most.
+    all else at most. ``enough``: a rate of its own that will do whatever the other's is.
     """
 
     figure: Literal["rate", "p50_s", "p99_s", "cpu_s_per_gb"]
     bound: float
     of: str = ""
+    enough: float = math.inf
 
     @property
     def text(self) -> str:
         sign = ">=" if self.figure == "rate" else "<="
         unit = f" x {self.of}" if self.of else {"rate": "/s", "cpu_s_per_gb": " CPU s/GB"}.get(self.figure, " s")
         name = {"p50_s": "p50 ", "p99_s": "p99 "}.get(self.figure, "")
-        return f"{name}{sign} {self.bound:g}{unit}"
+        alone = "" if math.isinf(self.enough) else f" or {self.enough:g}/s"
+        return f"{name}{sign} {self.bound:g}{unit}{alone}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ class Case:
         names = [contender.name for contender in self.contenders]
         if len(set(names)) != len(names):
             raise ValueError(f"case {self.name} names a contender twice")
-        unknown = [bar.of for bar in self.bars if bar.of not in ("", "peer", *names)]
+        unknown = [bar.of for bar in self.bars if bar.of not in ("", "peer", *PEERS_BARRED, *names)]
         if unknown:
             raise ValueError(f"case {self.name} has bars against {unknown}, which it does not run")
 
@@ -144,11 +149,14 @@ class Verdict:
 
     bar: Bar
     reached: float | None
+    is_enough: bool = False
 
     @property
     def met(self) -> bool | None:
         if self.reached is None:
             return None
+        if self.is_enough:
+            return True
         return self.reached >= self.bar.bound if self.bar.figure == "rate" else self.reached <= self.bar.bound
 
 
@@ -164,6 +172,8 @@ class Measured:
     bars: tuple[Bar, ...] = ()
     notes: tuple[str, ...] = ()
     load_average: float = 0.0
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Contenders that failed meanwhile, and how."""
 
     @property
     def label(self) -> str:
@@ -190,11 +200,12 @@ class Measured:
     def named(self, name: str) -> Result | None:
         if name == "peer":
             return self.best_peer
-        return next((result for result in self.results if result.name == name), None)
+        named = (result for result in self.results if name in (result.name, result.name.split()[0]))
+        return max(named, key=lambda result: result.rate, default=None)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        return tuple(Verdict(bar, _reached(self, bar)) for bar in self.bars)
+        return tuple(Verdict(bar, _reached(self, bar), self.store.rate >= bar.enough) for bar in self.bars)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -210,6 +221,7 @@ class Measured:
             ],
             "notes": list(self.notes),
             "load_average": self.load_average,
+            "dropped": dict(self.dropped),
         }
 
 
@@ -256,17 +268,33 @@ class _Tally:
 def run(case: Case, *, rounds: int, ends_s: float, sample_s: float = SAMPLE_S) -> Measured:
     """Measure a case in at least one and at most ``rounds`` rounds; none begins after ``ends_s`` (monotonic)."""
     order = sorted(case.contenders, key=lambda contender: contender.kind != "store")
-    tallies = {contender.name: _Tally(_calls_for(contender, sample_s)) for contender in order}
+    tallies: dict[str, _Tally] = {}
+    dropped: dict[str, str] = {}
+    for contender in order:
+        with _dropping(contender, dropped):
+            tallies[contender.name] = _Tally(_calls_for(contender, sample_s))
     done = 0
     while done < rounds and (done == 0 or time.monotonic() < ends_s):
         for at in range(len(order)):
             contender = order[(at + done) % len(order)]
-            with contender.around():
-                _sample(contender, tallies[contender.name])
+            if contender.name not in dropped:
+                with _dropping(contender, dropped), contender.around():
+                    _sample(contender, tallies[contender.name])
         done += 1
+    order = [contender for contender in order if contender.name not in dropped]
     notes = case.notes if done >= ROUNDS_MIN else (*case.notes, f"only {done} rounds: time was short")
     results = tuple(_result(contender, tallies[contender.name], case.unit) for contender in order)
-    return Measured(case.name, case.unit, case.size_bytes, case.batch, results, case.bars, notes, os.getloadavg()[0])
+    load = os.getloadavg()[0]
+    return Measured(case.name, case.unit, case.size_bytes, case.batch, results, case.bars, notes, load, dropped)
+
+
+@contextmanager
+def _dropping(contender: Contender, dropped: dict[str, str]) -> Iterator[None]:
+    """Note a contender that failed in a way that it may, so that the case goes on without it."""
+    try:
+        yield
+    except contender.may_fail as error:
+        dropped[contender.name] = f"failed: {error}"
 
 
 def _calls_for(contender: Contender, sample_s: float) -> int:

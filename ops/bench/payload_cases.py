@@ -19,9 +19,9 @@ from kvstore.store import AckLevel
 from ops.bench.baselines import Buffers, DirectReader, RawFile, copy, device_read_bytes, drop_cache
 from ops.bench.blocks import base_payload, names_of, stamp
 from ops.bench.echo import Echo
-from ops.bench.ground import READ_CAPACITY_FACTOR, BenchFailed, Filled, Ground, check, get, put
+from ops.bench.ground import CAPACITY_BLOCKS_MIN, READ_CAPACITY_FACTOR, BenchFailed, Filled, Ground, check, get, put
 from ops.bench.measure import Bar, Case, Contender, Kind
-from ops.bench.peers import NO_SERVER, Peer
+from ops.bench.peers import NO_SERVER, PEER_FAILURES, Peer
 
 LOOPBACK = "loopback send/recv"
 PREADV = "preadv"
@@ -63,7 +63,8 @@ def get_cases(ground: Ground) -> Generator[Case]:
     """Warm gets over both transports, of one block and of a batch, at every size."""
     settings = ground.settings
     population_bytes = sum(settings.population(size) * size for size in settings.sizes)
-    with ground.store("reads", max(READ_CAPACITY_FACTOR * population_bytes, 64 * MIB)) as store:
+    least_bytes = max(64 * MIB, CAPACITY_BLOCKS_MIN * max(settings.sizes))
+    with ground.store("reads", max(READ_CAPACITY_FACTOR * population_bytes, least_bytes)) as store:
         for size in settings.sizes:
             ground.progress(f"storing {settings.population(size)} blocks of {size // KIB} KiB")
             chain = ground.fill(store, size, settings.population(size))
@@ -110,7 +111,7 @@ def _get_bars(size: int, batch: int, network: bool) -> tuple[Bar, ...]:
     if batch == 1:
         if size != MIB:
             return ()
-        return (Bar("p50_s", 0.6, "peer"),) if network else (Bar("p50_s", 2.0, PREADV),)
+        return (Bar("p50_s", 0.6, "valkey"),) if network else (Bar("p50_s", 2.0, PREADV),)
     if size < BARRED_BYTES_MIN:
         return ()
     bars = (
@@ -236,11 +237,17 @@ def _device_share(store: Filled, once: Callable[[], None], chill: Callable[[], N
 
 
 def _reading(peer: Peer, size: int, views: Sequence[memoryview]) -> Contender:
-    return Contender(peer.name, _kind(peer), size * len(views), lambda: peer.read(size, views), pids=peer.pids)
+    amount = size * len(views)
+    return Contender(
+        peer.name, _kind(peer), amount, lambda: peer.read(size, views), pids=peer.pids, may_fail=PEER_FAILURES
+    )
 
 
 def _writing(peer: Peer, size: int, views: Sequence[memoryview]) -> Contender:
-    return Contender(peer.name, _kind(peer), size * len(views), lambda: peer.write(size, views), pids=peer.pids)
+    amount = size * len(views)
+    return Contender(
+        peer.name, _kind(peer), amount, lambda: peer.write(size, views), pids=peer.pids, may_fail=PEER_FAILURES
+    )
 
 
 def _kind(peer: Peer) -> Kind:

@@ -22,6 +22,8 @@ from ops.bench.measure import Elsewhere
 
 START_S = 20.0
 PEERS = ("redis", "valkey", "lmcache", "mooncake", "files", "rocksdb")
+PEER_FAILURES = (ChildFailed, OSError)
+"""What a peer may end with in mid-run: the case goes on without it."""
 NO_SERVER = ("files", "rocksdb")
 """In their client's own process: no bar counts them as a peer."""
 SERVERS = {"redis": "redis-server", "valkey": "valkey-server"}

@@ -132,7 +132,7 @@ def measure(settings: Settings, *, data: Path | None, command: str, is_quick: bo
         report.versions |= here.versions
         report.skipped |= {f"peer {skipped.name}": skipped.reason for skipped in here.skipped}
         for name, cases in _groups(here, chosen, ends_s):
-            _run_group(report, name, cases, ends_s, progress)
+            _run_group(report, name, cases, ends_s, progress, here.forget)
         if "trace" in chosen:
             _run_trace(report, here, ends_s)
         report.memory = {**here.memory, "client": dict(memory_bytes(os.getpid()))}
@@ -167,7 +167,15 @@ def _many(here: Ground, among: list[str], ends_s: float) -> Cases:
             yield from request_cases.restart_cases(here, store, chains[0][0], stored)
 
 
-def _run_group(report: Report, name: str, cases: Callable[[], Cases], ends_s: float, progress: Progress) -> None:
+def _run_group(
+    report: Report,
+    name: str,
+    cases: Callable[[], Cases],
+    ends_s: float,
+    progress: Progress,
+    forget: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Measure a group's cases. ``forget`` is told of each contender that failed, and that the next do without."""
     if time.monotonic() > ends_s:
         report.skipped[name] = "no time was left: raise --minutes, or choose fewer --groups or --sizes"
         return
@@ -180,6 +188,10 @@ def _run_group(report: Report, name: str, cases: Callable[[], Cases], ends_s: fl
                     return
                 measured = run(case, rounds=report.settings.rounds, ends_s=ends_s, sample_s=report.settings.sample_s)
                 report.measured.append(measured)
+                for peer, reason in measured.dropped.items():
+                    report.skipped[f"{peer} from {measured.label}"] = reason
+                    progress(f"{peer} is left out from here: {reason}")
+                    forget(peer)
                 progress(line_of(measured))
                 done += 1
     except FAILURES as error:

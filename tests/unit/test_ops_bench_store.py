@@ -160,6 +160,39 @@ def test_a_group_that_fails_is_named_and_ended() -> None:
     assert closed == [True]
 
 
+def test_a_peer_that_fails_in_mid_run_is_left_out_and_named() -> None:
+    """The case goes on without it and keeps the others' rounds; its bar is not compared, and it is not asked again."""
+    calls: list[int] = []
+
+    def failing() -> None:
+        calls.append(1)
+        if len(calls) > 4:
+            raise ChildFailed("the client is gone")
+
+    peer = Contender("valkey tcp", "peer", 1.0, failing, may_fail=peers.PEER_FAILURES)
+    case = Case("c", "B", (*a_case().contenders, peer), (Bar("rate", 2.0, "valkey"),))
+    report, forgotten = a_report(), list[str]()
+    _run_group(
+        report, "get", lambda: (one for one in (case, a_case())), time.monotonic() + 60, quietly, forgotten.append
+    )
+    assert report.skipped == {"valkey tcp from c 1": "failed: the client is gone"}
+    assert forgotten == ["valkey tcp"]
+    assert [[result.name for result in one.results] for one in report.measured] == [["a", "b"], ["a", "b"]]
+    assert [len(result.rates) for result in report.measured[0].results] == [5, 5]
+    assert [standing.word for standing in report.standings()] == ["not compared"]
+
+
+def test_a_rate_that_is_enough_meets_its_bar() -> None:
+    """Readers may fall behind what they reach alone if they are fast all the same; a peer goes by its first word."""
+    mine = Result("reprise", "store", (6e9,), 1, 1.0, 1.0, 1.0)
+    alone = Result("alone", "limit", (9e9,), 1, 1.0, 1.0, 1.0)
+    valkey = Result("valkey tcp", "peer", (3e9,), 1, 2.0, 2.0, 2.0)
+    bars = (Bar("rate", 0.8, "alone", enough=5e9), Bar("rate", 0.8, "alone", enough=7e9), Bar("p50_s", 0.6, "valkey"))
+    case = Measured("readers", "B", 1 << 20, 64, (mine, alone, valkey), bars)
+    assert [verdict.met for verdict in case.verdicts] == [True, False, True]
+    assert bars[0].text == ">= 0.8 x alone or 5e+09/s"
+
+
 def test_a_group_for_which_no_time_is_left_is_named() -> None:
     """It is not begun."""
     report = a_report()
