@@ -54,6 +54,9 @@ def store(
     out: Annotated[
         Path | None, typer.Option(help="Folder for table, line of JSON and picture, named by date (extra bench).")
     ] = None,
+    soak: Annotated[
+        str, typer.Option(help="Watch the daemon's memory so long, like 30m, besides --minutes. [default: not]")
+    ] = "",
     trace: Annotated[
         Path | None, typer.Option(help="An access pattern to replay: JSON lines, gzipped or not. [default: made up]")
     ] = None,
@@ -82,6 +85,7 @@ def store(
             trace_requests=trace_requests,
             trace_block=trace_block,
             trace_capacity=trace_capacity,
+            soak_for=soak,
         )
         if png is not None or out is not None:
             plot.check()

@@ -58,6 +58,8 @@ class Settings:
     put_capacity_bytes: int = 2 * GIB
     blocks: int = 1_000_000
     mix_calls: int = 50
+    soak_s: float = 0.0
+    """How long memory is watched while blocks are stored and read; 0 for not at all."""
     trace: Path | None = None
     """An access pattern to replay; a made-up one if there is none."""
     trace_requests: int = 1000

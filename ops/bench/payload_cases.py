@@ -16,7 +16,8 @@ from kvstore.client import StoreClient
 from kvstore.keys import BlockName
 from kvstore.limits import KIB, MIB
 from kvstore.store import AckLevel
-from ops.bench.baselines import Buffers, DirectReader, RawFile, copy, device_read_bytes, drop_cache
+from ops.bench import fio
+from ops.bench.baselines import DIRECT_THREADS, Buffers, DirectReader, RawFile, copy, device_read_bytes, drop_cache
 from ops.bench.blocks import base_payload, names_of, stamp
 from ops.bench.echo import Echo
 from ops.bench.ground import CAPACITY_BLOCKS_MIN, READ_CAPACITY_FACTOR, BenchFailed, Filled, Ground, check, get, put
@@ -198,7 +199,7 @@ def _put_bars(size: int, batch: int, network: bool, disk: bool) -> tuple[Bar, ..
 
 
 def cold_cases(ground: Ground) -> Generator[Case]:
-    """A batch of 1 MiB blocks whose pages were dropped from the cache, beside sequential O_DIRECT reads."""
+    """A batch of 1 MiB blocks whose pages were dropped from the cache, beside O_DIRECT reads, ours and fio's."""
     size, batch = MIB, ground.settings.batch
     with ExitStack() as stack:
         store = stack.enter_context(ground.store("cold", max(READ_CAPACITY_FACTOR * size * batch, 64 * MIB)))
@@ -216,15 +217,20 @@ def cold_cases(ground: Ground) -> Generator[Case]:
             drop_cache(store.process.folder / "data")
             client.choose(chain)
 
-        contenders = (
+        contenders = [
             Contender("reprise", "store", size * batch, client.get, chill, pids=store.process.pids),
             Contender(DIRECT, "limit", size * batch, lambda: direct.read(views)),
-        )
+        ]
+        if fio.is_here():
+            once = fio.reading(raw.path, size * batch, DIRECT_THREADS)
+            contenders.append(Contender(fio.FIO, "baseline", size * batch, once, may_fail=PEER_FAILURES))
+        bar = Bar("rate", 0.9, contenders[-1].name)
         share = _device_share(store, client.get, chill, size * batch)
         note = f"{share:.0%} of the bytes came from the device (page cache dropped before each get)"
         if share < DEVICE_SHARE_MIN:
             note += ": NOT COLD, the cache could not be dropped here"
-        yield Case("get cold", "B", contenders, (Bar("rate", 0.9, DIRECT),), size, batch, (note,))
+        depth = f"{DIRECT_THREADS} reads of 1 MiB at a time by {' and '.join(one.name for one in contenders[1:])}"
+        yield Case("get cold", "B", tuple(contenders), (bar,), size, batch, (note, depth))
 
 
 def _device_share(store: Filled, once: Callable[[], None], chill: Callable[[], None], amount: int) -> float:

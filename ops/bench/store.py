@@ -21,9 +21,9 @@ from typing import Any
 
 from kvstore.errors import StoreError
 from kvstore.limits import KIB, MIB
-from kvstore.units import parse_bytes
-from ops.bench import payload_cases, request_cases, trace_cases
-from ops.bench.bars import Standing, small_blocks, standings
+from kvstore.units import parse_bytes, parse_duration_s
+from ops.bench import payload_cases, request_cases, soak, trace_cases
+from ops.bench.bars import SOAK, Standing, small_blocks, standings
 from ops.bench.child import ChildFailed
 from ops.bench.ground import BenchFailed, Ground, Progress, Settings, ground, quick
 from ops.bench.measure import Case, Measured, run
@@ -93,6 +93,7 @@ def settings_of(
     trace_requests: int | None = None,
     trace_block: str = "",
     trace_capacity: str = "",
+    soak_for: str = "",
 ) -> Settings:
     """Settings from words. Raises ValueError that names what is wrong and what there is."""
     for kind, given, known in (("groups", groups, GROUPS), ("peers", peers, PEERS)):
@@ -109,6 +110,7 @@ def settings_of(
     settings = replace(
         settings,
         blocks=settings.blocks if blocks is None else blocks,
+        soak_s=parse_duration_s(soak_for) if soak_for else 0.0,
         trace=trace,
         trace_requests=trace_requests or settings.trace_requests,
         trace_block_bytes=parse_bytes(trace_block) if trace_block else settings.trace_block_bytes,
@@ -135,6 +137,8 @@ def measure(settings: Settings, *, data: Path | None, command: str, is_quick: bo
             _run_group(report, name, cases, ends_s, progress, here.forget)
         if "trace" in chosen:
             _run_trace(report, here, ends_s)
+        if settings.soak_s:
+            _run_soak(report, here)
         report.memory = {**here.memory, "client": dict(memory_bytes(os.getpid()))}
     report.machine["load_average_after"] = os.getloadavg()
     report.seconds = time.monotonic() - began_s
@@ -208,6 +212,15 @@ def _run_trace(report: Report, here: Ground, ends_s: float) -> None:
     except (*FAILURES, TraceError) as error:
         report.skipped["trace"] = f"failed: {error}"
         here.progress(f"trace failed: {error}")
+
+
+def _run_soak(report: Report, here: Ground) -> None:
+    """It takes the time that it was given, besides ``--minutes``."""
+    try:
+        here.memory[SOAK] = soak.soak(here)
+    except FAILURES as error:
+        report.skipped[SOAK] = f"failed: {error}"
+        here.progress(f"soak failed: {error}")
 
 
 def line_of(measured: Measured) -> str:

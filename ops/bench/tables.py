@@ -120,7 +120,9 @@ def memory_line(taken: dict[str, float]) -> str:
         if name in ("resident", "anonymous", "peak"):
             parts.append(f"{name} {value / MIB:.0f} MiB")
         else:
-            parts.append(f"{name.replace('_', ' ')} {value:.0f}")
+            parts.append(
+                f"{name.replace('_', ' ')} {value:.0f}" if value >= 100 else f"{name.replace('_', ' ')} {value:.4g}"
+            )
     return ", ".join(parts)
 
 

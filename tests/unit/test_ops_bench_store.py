@@ -21,9 +21,11 @@ from ops.bench.blocks import SPACE, base_payload, differing, names_of, stamp
 from ops.bench.child import ChildFailed
 from ops.bench.cli import app
 from ops.bench.echo import Echo
+from ops.bench.fio import seconds_of
 from ops.bench.ground import BenchFailed, Settings, ground
 from ops.bench.loads import Loads
 from ops.bench.measure import Bar, Case, Contender, Measured, Result
+from ops.bench.soak import growth
 from ops.bench.store import GROUPS, Report, _run_group, settings_of
 
 SPACE_ID: SpaceId = space_id(SPACE)
@@ -51,7 +53,7 @@ def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     folder = tmp_path_factory.mktemp("q")
     png = tmp_path_factory.mktemp("png") / "store.png"
     options = ["store", "--quick", "--sizes", "64KiB", "--peers", "files", "--data", str(folder), "--png", str(png)]
-    options += ["--out", str(png.parent)]
+    options += ["--out", str(png.parent), "--soak", "1s"]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     done = CliRunner().invoke(app, [*options, "--json"])
     assert done.exit_code == 0, done.stderr
@@ -99,6 +101,12 @@ def test_a_run_says_where_and_how_it_was_made(quick_run: tuple[dict[str, Any], P
     assert report["settings"]["sizes"] == [65536]
     assert report["memory"]["daemon"]["peak"] >= report["memory"]["daemon"]["anonymous"] > 0
     assert report["memory"]["many small blocks"]["blocks"] == 2048
+    soaked = report["memory"]["soak"]
+    assert soaked["samples"] >= 2
+    assert soaked["recycled"] > 0
+    assert soaked["found"] > 0.5
+    assert {"growth", "anonymous_growth"} <= set(soaked)
+    assert any(bar["what"] == "memory: resident over a soak" for bar in report["bars"])
     (replayed,) = report["traces"].values()
     assert 0.5 < replayed["hit_rate"] < 1.0
     assert "get same host" in told
@@ -114,6 +122,7 @@ def test_a_run_says_where_and_how_it_was_made(quick_run: tuple[dict[str, Any], P
         (["--sizes", ","], "multiples of 4 KiB"),
         (["--groups", "gets"], "there are no groups gets; there are get, put"),
         (["--peers", "mysql"], "there are no peers mysql; there are redis, valkey, lmcache, mooncake, files, rocksdb"),
+        (["--soak", "long"], "long"),
         (["--data", "/nonexistent/folder"], "No such file"),
     ],
 )
@@ -180,6 +189,22 @@ def test_a_peer_that_fails_in_mid_run_is_left_out_and_named() -> None:
     assert [[result.name for result in one.results] for one in report.measured] == [["a", "b"], ["a", "b"]]
     assert [len(result.rates) for result in report.measured[0].results] == [5, 5]
     assert [standing.word for standing in report.standings()] == ["not compared"]
+
+
+def test_growth_is_the_second_half_beside_the_first() -> None:
+    """The middle one of an odd number counts for neither; one look is no growth."""
+    assert growth([10.0, 10.0, 99.0, 20.0, 22.0]) == 2.1
+    with pytest.raises(BenchFailed, match="too short"):
+        growth([1.0])
+
+
+def test_fio_is_timed_by_itself() -> None:
+    """The time is that of one pass, whatever was read in all; an answer without it fails, and ends no case."""
+    read = {"io_bytes": 4 << 20, "runtime": 8}
+    assert seconds_of("note: a warning" + json.dumps({"jobs": [{"read": read}]}), 1 << 20) == 0.002
+    for answer in ("", "{}", json.dumps({"jobs": [{"read": {**read, "io_bytes": 0}}]})):
+        with pytest.raises(ChildFailed):
+            seconds_of(answer, 1 << 20)
 
 
 def test_a_rate_that_is_enough_meets_its_bar() -> None:
