@@ -17,7 +17,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -566,14 +567,19 @@ class Shard:
         """Places of those of the keys, or of all (None), that are stored in the space, each once; a key is compared
         with the record's own.
         """
+        wanted: defaultdict[int, set[BlockKey]] = defaultdict(set)
+        """By slot: the keys with its fingerprint; none where any will do."""
         with self._ledger.lock:
             if keys is None:
-                wanted = dict.fromkeys(self._ledger.presence.in_space(space_id).tolist())
+                for slot in self._ledger.presence.in_space(space_id).tolist():
+                    wanted[slot] = set()
             else:
-                distinct = list(dict.fromkeys(keys))
-                wanted = dict(zip(self._slots_in(space_id, distinct).tolist(), distinct, strict=True))
-            places = [(place, key) for slot, key in wanted.items() if slot >= 0 and (place := self._ledger.place(slot))]
-        return [place for place, key in places if key is None or _holds(place, key)]
+                for slot, key in zip(self._slots_in(space_id, keys).tolist(), keys, strict=True):
+                    wanted[slot].add(key)
+            places = [
+                (place, any_of) for slot, any_of in wanted.items() if slot >= 0 and (place := self._ledger.place(slot))
+            ]
+        return [place for place, any_of in places if not any_of or _holds(place, any_of)]
 
     def _mark_purged(self, places: Sequence[Place], now_s: int) -> OSError | None:
         """Mark on disk without the ledger's lock, so that nobody's lookup waits for the disk: in the writer's hands no
@@ -598,10 +604,10 @@ class Shard:
         return result
 
 
-def _holds(place: Place, key: BlockKey) -> bool:
-    """Whether a record is that of a key; one that cannot be read is taken for it: it shall go in any case."""
+def _holds(place: Place, any_of: Set[BlockKey]) -> bool:
+    """Whether a record is that of one of the keys; one that cannot be read is taken for it: it shall go in any case."""
     try:
-        return place.segment.read_header(place.offset)[0].key == key
+        return place.segment.read_header(place.offset)[0].key in any_of
     except (RecordDamaged, OSError):
         return True
 

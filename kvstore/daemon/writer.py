@@ -20,7 +20,7 @@ from kvstore.daemon.columns import Incoming
 from kvstore.daemon.headers import Headers, headers_for, rows_of, seal_headers
 from kvstore.daemon.index import IndexRefused
 from kvstore.daemon.ledger import Ledger, Place
-from kvstore.daemon.presence import digest_words, key_words
+from kvstore.daemon.presence import digest_words, fingerprint_of, key_words
 from kvstore.daemon.reclaimer import DAY_S, Reclaimer
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, checksum_of
 from kvstore.daemon.segment import Segment
@@ -263,16 +263,17 @@ class Writer:
 
 
 def _distinct_runs(keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
-    """Cut a batch so that no run names a key twice."""
+    """Cut a batch so that no run names a key twice, nor two keys of one fingerprint: the second finds the first."""
     runs: list[tuple[int, int]] = []
     begin = 0
-    seen: set[BlockKey] = set()
+    seen: set[int] = set()
     for position, key in enumerate(keys):
-        if key in seen:
+        fingerprint = fingerprint_of(key)
+        if fingerprint in seen:
             runs.append((begin, position))
             begin = position
             seen.clear()
-        seen.add(key)
+        seen.add(fingerprint)
     return [*runs, (begin, len(keys))]
 
 

@@ -15,7 +15,7 @@ import xxhash
 from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
 from kvstore.errors import CapacityProtected, Unavailable, VolumeError, VolumeFormat, VolumeInUse
-from kvstore.keys import BlockName, SpaceId, TokenChain, TokenDigest
+from kvstore.keys import BlockKey, BlockName, SpaceId, TokenChain, TokenDigest
 from kvstore.limits import MIB
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S, TEST_RULES, ManualClock
@@ -536,6 +536,35 @@ def test_a_colliding_key_is_a_miss_for_the_other_prefix(bench: Bench) -> None:
     assert read(bench.node, bench.space, twin, SIZE) == (GetStatus.MISS, b"\xa5" * SIZE)
     assert bench.node.stats()["quarantined"] == 0
     assert read(bench.node, bench.space, name, SIZE)[0] is GetStatus.OK
+
+
+def test_of_two_keys_with_one_fingerprint_in_a_batch_the_first_is_stored(bench: Bench) -> None:
+    """Keys whose first 8 bytes are alike are put together: the second is refused, as in a put of its own, and does not
+    come up when the first one is gone.
+    """
+    name, twin = _with_twin(bench.space)
+    outcomes = bench.node.put(bench.space, puts_of([name, twin], SIZE), traffic_class=AGENT)
+    assert outcomes == [PutOutcome.STORED, PutOutcome.REFUSED]
+    assert read(bench.node, bench.space, name, SIZE) == (GetStatus.OK, payload_of(name, SIZE))
+    assert bench.node.delete(bench.space, [twin.key]) == 0
+    assert bench.node.delete(bench.space, [name.key]) == 1
+    assert read(bench.node, bench.space, twin, SIZE)[0] is GetStatus.MISS
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_key_is_deleted_also_beside_one_with_its_fingerprint(bench: Bench, order: int) -> None:
+    """A deletion names the stored key and one that only begins alike: the block is gone, whichever came first."""
+    name, twin = _with_twin(bench.space)
+    bench.node.put(bench.space, puts_of([name], SIZE), traffic_class=AGENT)
+    assert bench.node.delete(bench.space, [twin.key]) == 0
+    assert bench.node.delete(bench.space, [name.key, twin.key][::order]) == 1
+    assert read(bench.node, bench.space, name, SIZE)[0] is GetStatus.MISS
+
+
+def _with_twin(space: SpaceId) -> tuple[BlockName, BlockName]:
+    """A name, and one of another prefix whose key begins with the same 8 bytes."""
+    name, other = a_chain(space, 2).names
+    return name, replace(other, key=BlockKey(name.key[:8] + bytes(24)))
 
 
 @pytest.mark.parametrize("lent", [False, True])
