@@ -251,9 +251,16 @@ class Ledger:
                 self.index.refusing = True
                 self._not_written(error)
 
-    def forget(self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int) -> None:
-        """Drop rows, each once; lookups say why from now on."""
-        if not len(slots):
+    def forget(
+        self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int, recycled: Segment | None = None
+    ) -> None:
+        """Drop rows, each once; lookups say why from now on.
+
+        ``recycled``: the index learns of this segment's new life. Should a power loss take its header back to the old
+        one, the next start then looks through it, rather than leave records in it that nobody knows of.
+        """
+        extents = {recycled.number: Extent(recycled.header.generation, recycled.end)} if recycled is not None else {}
+        if not len(slots) and not extents:
             return
         with self.changing():
             fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
@@ -264,7 +271,7 @@ class Ledger:
                 for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
             }
             tombstones |= dict.fromkeys(forgotten.tolist())
-            self._write(IndexBatch(removed=places, tombstones=tombstones, blocks=len(self.presence)))
+            self._write(IndexBatch(removed=places, tombstones=tombstones, extents=extents, blocks=len(self.presence)))
 
     def forget_one(self, slot: int, reason: Presence, when_s: int) -> None:
         self.forget(np.array([slot]), np.array([reason], dtype=np.uint8), when_s)
@@ -289,13 +296,27 @@ class Ledger:
             if place.segment.header.generation == place.generation:
                 place.segment.mark(place.offset, mark)
 
-    def mark_where_it_is(self, key: BlockKey, mark: Mark) -> None:
-        """Make the record that a key's row names now dead on disk. Raises OSError."""
+    def mark_where_it_is(self, key: BlockKey, mark: Mark) -> Segment | None:
+        """Make the record that a key's row names now dead on disk, in the segment returned. Raises OSError."""
         with self.lock:
             slot = self.presence.slot(key)
             place = self.place(slot) if slot >= 0 else None
-            if place is not None:
-                place.segment.mark(place.offset, mark)
+            if place is None:
+                return None
+            place.segment.mark(place.offset, mark)
+            return place.segment
+
+    def flush_marks(self, segments: Iterable[Segment]) -> None:
+        """Make marks durable before the index forgets what they are on: else a power loss may take back a mark and not
+        the removal, and leave a living record that no deletion finds. The caller holds the journal, so that whoever
+        reads such a mark waits for the index; nobody's lookup does.
+        """
+        for segment in segments:
+            try:
+                segment.sync(if_dirty=True)
+            except OSError as error:
+                self.counters.write_errors += 1
+                log.error("marks_not_flushed segment=%d problem=%r", segment.number, error)
 
     def forget_dead(self, place: Place, mark: Mark) -> None:
         """Drop the row of a record whose mark says that it was removed (the index had lost the removal)."""

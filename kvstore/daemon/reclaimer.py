@@ -227,11 +227,12 @@ class Reclaimer:
 
     def _drop_expired(self, segment: Segment, now_s: int) -> None:
         """Forget expired blocks of a segment that stays, and mark them, so that no rebuild brings them back."""
-        with self._ledger.changing():
+        with self._ledger.journal:
             slots = self._expired_in(segment, now_s)
             for offset in self._ledger.presence.offsets_of(slots).tolist():
                 with contextlib.suppress(OSError):
                     segment.mark(offset, Mark(MarkReason.EXPIRED, now_s))
+            self._ledger.flush_marks([segment])
             self._ledger.counters.expired += len(slots)
             self._ledger.forget(slots, np.full(len(slots), Presence.EXPIRED, dtype=np.uint8), now_s)
 
@@ -253,7 +254,7 @@ class Reclaimer:
             self._ledger.counters.evicted += int(alive.sum())
             self._ledger.counters.expired += len(slots) - int(alive.sum())
             self._ledger.counters.segments_recycled += 1
-            self._ledger.forget(slots, reasons, now_s)
+            self._ledger.forget(slots, reasons, now_s, recycled=segment)
             return True
 
     def _move(self, segment: Segment, slots: Slots, now_s: int) -> int | None:
@@ -325,7 +326,7 @@ class Reclaimer:
         try:
             for target in targets:
                 target.sync()
-            with self._ledger.changing():
+            with self._ledger.journal:
                 moved: list[RecordHeader] = []
                 pins_s: dict[BlockKey, int] = {}
                 for place, fresh, target in copies:
@@ -337,6 +338,7 @@ class Reclaimer:
                     pin_s = int(self._ledger.presence.pin_until_s(np.array([place.slot]))[0])
                     if pin_s:
                         pins_s[fresh.key] = pin_s
+                self._ledger.flush_marks({copy.place.segment for copy in copies})
                 self._ledger.store(entries_of(moved), targets, pins_s)
                 self._ledger.counters.blocks_rewritten += len(moved)
         except (OSError, IndexRefused) as error:

@@ -4,8 +4,9 @@ Owns the merge of index content and scanned records into presence map and index.
 index entry counts only if its segment is still in that generation and the record lies below the extent that the index
 knew; records beyond it are adopted if their header and payload verify (so kill -9 loses nothing acknowledged), also
 behind a gap, which only a power loss makes, so that whoever deletes them finds them; of two records of one key a
-damaged one loses, then the exact one wins, then the later found, and the loser is marked dead on disk; a record marked
-dead is never adopted; a start that is killed in the middle leaves an index that the next one takes up or rebuilds.
+damaged or dead one loses, then the exact one wins, then the later found, and the loser is marked dead on disk; a
+record marked dead is never adopted; a start that is killed in the middle leaves an index that the next one takes up or
+rebuilds.
 """
 
 from __future__ import annotations
@@ -200,14 +201,17 @@ class _Recovery:
                 self.found.damaged += 1
                 return
             flags = int(self._presence.shapes.flags[self._presence.shape_of(slots)[0]])
+            known = int(self._presence.places[slots[0]])
             worse = int(row["flags"][0]) & FLAG_APPROXIMATE > flags & FLAG_APPROXIMATE
-            place = int(place_words(row)[0] if worse else self._presence.places[slots[0]])
-            _mark_dead(
-                self._segments[place >> 32], (place & 0xFFFFFFFF) * RECORD_ALIGN, Mark(MarkReason.MOVED, self._now_s)
-            )
+            worse = worse and _lives(*self._at(known))
+            _mark_dead(*self._at(int(place_words(row)[0]) if worse else known), Mark(MarkReason.MOVED, self._now_s))
             if worse:
                 return
         self._add(row, slots)
+
+    def _at(self, place: int) -> tuple[Segment, int]:
+        """Segment and offset that a place word names."""
+        return self._segments[place >> 32], (place & 0xFFFFFFFF) * RECORD_ALIGN
 
     def _add(self, rows: Rows, slots: Slots) -> None:
         removed = self._presence.places[slots[slots >= 0]]
@@ -248,9 +252,27 @@ def _is_whole(segment: Segment, offset: int) -> bool:
         return False
 
 
-def _mark_dead(segment: Segment, offset: int, mark: Mark) -> None:
-    """Best effort: the record is not served anyway, and a start must not fail on one bad sector."""
+def _lives(segment: Segment, offset: int) -> bool:
+    """Whether the record that an index entry names is still one: the index may not know that it died."""
     try:
-        segment.mark(offset, mark)
+        header, mark = segment.read_header(offset)
+    except (RecordDamaged, OSError):
+        return False
+    return mark is None and segment.is_whole(header)
+
+
+def _mark_dead(segment: Segment, offset: int, mark: Mark) -> None:
+    """Best effort, on disk before the index forgets the record; a start must not fail on one bad sector.
+
+    A record that is dead keeps the mark that says why.
+    """
+    try:
+        try:
+            is_dead = segment.read_header(offset)[1] is not None
+        except RecordDamaged:
+            is_dead = False
+        if not is_dead:
+            segment.mark(offset, mark)
+        segment.sync(if_dirty=True)
     except OSError as error:
         log.error("record_not_marked segment=%d offset=%d problem=%r", segment.number, offset, error)

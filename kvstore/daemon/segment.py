@@ -171,8 +171,8 @@ class Segment:
         self.failed = False
         self.torn = False
         self.unsafe = False
-        self.dirty = not sealed
-        """Whether anything may be unflushed; so may what a killed process left in an unsealed segment."""
+        self.dirty = True
+        """Whether anything may be unflushed; so may what a killed process left: records, or marks."""
         self.leases = 0
         self._syncing = threading.Lock()
         self._durable = (header.generation, end if sealed else 0)

@@ -52,6 +52,7 @@ class _Batch:
     __slots__ = (
         "blocks",
         "class_byte",
+        "expired",
         "for_disk",
         "now_s",
         "outcomes",
@@ -70,6 +71,8 @@ class _Batch:
         self.outcomes = [PutOutcome.REFUSED] * len(blocks)
         self.pending: npt.NDArray[np.int64] = np.arange(0)
         self.replaces: dict[int, Touches] = {}
+        self.expired: dict[int, Place | None] = {}
+        """By slot: rows of blocks that expired, to be buried before they are written anew."""
         self.record_bytes = blocks.record_bytes()
 
 
@@ -106,8 +109,11 @@ class Writer:
         return outcomes
 
     def _put_distinct(self, batch: _Batch) -> list[PutOutcome]:
-        with self._ledger.changing():
-            self._plan(batch)
+        with self._ledger.journal:
+            with self._ledger.lock:
+                self._plan(batch)
+            if batch.expired:
+                self._bury_expired(batch.expired, batch.now_s)
         self._write(batch)
         self._count(batch.outcomes)
         return batch.outcomes
@@ -141,7 +147,7 @@ class Writer:
             return PutOutcome.REFUSED  # another prefix has this key: neither may be served for the other
         place = self._ledger.place(slot)
         if place is None or not presence.is_alive(slot, batch.now_s):
-            self._bury_expired(slot, place, batch.now_s)
+            batch.expired[slot] = place
             return None
         if place.flags & FLAG_APPROXIMATE and not row["flags"] & FLAG_APPROXIMATE:
             presence.touch(slot, batch.class_byte, batch.now_s)
@@ -149,12 +155,16 @@ class Writer:
             return None
         return PutOutcome.TOUCHED
 
-    def _bury_expired(self, slot: int, place: Place | None, now_s: int) -> None:
-        if place is not None:
+    def _bury_expired(self, expired: Mapping[int, Place | None], now_s: int) -> None:
+        """Forget rows whose keys are to be written anew; nobody is served them any more."""
+        places = [place for place in expired.values() if place is not None]
+        for place in places:
             with contextlib.suppress(OSError):
                 self._ledger.mark(place, Mark(MarkReason.EXPIRED, now_s))
-        self._ledger.counters.expired += 1
-        self._ledger.forget_one(slot, Presence.EXPIRED, now_s)
+        self._ledger.flush_marks({place.segment for place in places})
+        self._ledger.counters.expired += len(expired)
+        slots = np.array(list(expired), dtype=np.int64)
+        self._ledger.forget(slots, np.full(len(slots), Presence.EXPIRED, dtype=np.uint8), now_s)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -248,9 +258,10 @@ class Writer:
         if not replaced:
             self._ledger.store(rows, [segment], pins_s)
             return
-        with self._ledger.changing():
-            for key in replaced:
-                self._ledger.mark_where_it_is(key, Mark(MarkReason.REPLACED, batch.now_s))
+        with self._ledger.journal:
+            dead = Mark(MarkReason.REPLACED, batch.now_s)
+            marked = {self._ledger.mark_where_it_is(key, dead) for key in replaced}
+            self._ledger.flush_marks(each for each in marked if each is not None)
             self._ledger.store(rows, [segment], pins_s)
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:

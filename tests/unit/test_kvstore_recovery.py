@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from kvstore.daemon.files import Files
 from kvstore.daemon.fsck import check
+from kvstore.daemon.node import Node
+from kvstore.daemon.record import MARK_OFFSET, RECORD_ALIGN
 from kvstore.daemon.segment import FIRST_RECORD
 from kvstore.errors import VolumeFormat, VolumeInUse
+from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
-from kvstore.store import GetStatus, Presence, PutOutcome
+from kvstore.store import FLAG_APPROXIMATE, GetStatus, Presence, PutOutcome
 from kvstore.testing import ManualClock
-from kvstore.traffic import AGENT
+from kvstore.traffic import AGENT, CHAT
 from tests.support.nodes import open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
 
@@ -178,4 +184,94 @@ def test_what_a_power_loss_left_behind_a_gap_is_found_and_stays_deleted(tmp_path
     node = open_node(tmp_path, clock)
     present = [bool(item == Presence.PRESENT) for item in node.lookup(space, names).presence]
     assert present == [True, False, False, True]
+    node.close()
+
+
+def test_a_record_wins_over_a_dead_one_that_the_index_still_names(tmp_path: Path) -> None:
+    """Deleted and put anew, approximate this time; the index has lost both. The dead exact record is no better."""
+    clock, space, names = prepared(tmp_path, 1)
+    index = tmp_path / "volume-0" / "index"
+    shutil.copytree(index, tmp_path / "old")
+    node = open_node(tmp_path, clock)
+    node.delete(SpaceId(space), [names[0].key])
+    node.put(SpaceId(space), puts_of(names, SIZE, FLAG_APPROXIMATE), traffic_class=AGENT, ack="disk")
+    node.abandon()
+    shutil.rmtree(index)
+    shutil.copytree(tmp_path / "old", index)
+    assert presence(tmp_path, clock, space, names) == [Presence.PRESENT]
+
+
+class _ForgetfulFiles(Files):
+    """Loses, when told to, every mark and segment header since the last flush of its file; nothing else."""
+
+    def __init__(self) -> None:
+        self._lost: dict[int, list[tuple[int, bytes]]] = {}
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if offset == 0 or offset % RECORD_ALIGN == MARK_OFFSET:
+            self._lost.setdefault(os.fstat(fd).st_ino, []).append((offset, os.pread(fd, len(views[0]), offset)))
+        return super().pwritev(fd, views, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self._lost.pop(os.fstat(fd).st_ino, None)
+
+    def lose(self, segments: Path) -> None:
+        for path in segments.glob("*.seg"):
+            with path.open("r+b") as stream:
+                for offset, before in reversed(self._lost.get(path.stat().st_ino, [])):
+                    stream.seek(offset)
+                    stream.write(before)
+
+
+def _replaced(node: Node, clock: ManualClock, space: SpaceId, names: list[BlockName]) -> None:
+    node.put(space, puts_of(names, SIZE, FLAG_APPROXIMATE), traffic_class=AGENT, ack="disk")
+    assert set(node.put(space, puts_of(names, SIZE), traffic_class=AGENT, ack="disk")) == {PutOutcome.REPLACED}
+
+
+def _put_anew(node: Node, clock: ManualClock, space: SpaceId, names: list[BlockName]) -> None:
+    node.put(space, puts_of(names, SIZE), traffic_class=AGENT, ack="disk")
+    clock.advance(4 * 86_400)
+    assert set(node.put(space, puts_of(names, SIZE), traffic_class=CHAT, ack="disk")) == {PutOutcome.STORED}
+
+
+def _moved(node: Node, clock: ManualClock, space: SpaceId, names: list[BlockName]) -> None:
+    node.put(space, puts_of(names, SIZE), traffic_class=AGENT, ack="disk")
+    node.touch(space, names[:2], traffic_class=CHAT)
+    clock.advance(4 * 86_400)
+    assert node.sweep(apply=True).blocks_rewritten == 2
+
+
+def _swept(node: Node, clock: ManualClock, space: SpaceId, names: list[BlockName]) -> None:
+    node.put(space, puts_of(names, SIZE), traffic_class=AGENT, ack="disk")
+    node.touch(space, names[2:], traffic_class=CHAT)
+    clock.advance(4 * 86_400)
+    assert sum(effect.blocks for effect in node.sweep(apply=True).removed) == 2
+
+
+def _recycled(node: Node, clock: ManualClock, space: SpaceId, names: list[BlockName]) -> None:
+    node.put(space, puts_of(names, SIZE), traffic_class=AGENT, ack="disk")
+    clock.advance(4 * 86_400)
+    assert node.sweep(apply=True).segments_freed == 1
+
+
+@pytest.mark.parametrize("live", [_replaced, _put_anew, _moved, _swept, _recycled])
+def test_what_is_deleted_stays_away_though_one_power_loss_took_marks_and_the_next_the_index(
+    tmp_path: Path, live: Callable[[Node, ManualClock, SpaceId, list[BlockName]], None]
+) -> None:
+    """A record that died and whose death the disk lost, while the index kept it, is one that no deletion would find."""
+    clock, files, volume = ManualClock(), _ForgetfulFiles(), tmp_path / "volume-0"
+    node = open_node(tmp_path, clock, files=files)
+    space = node.register_space(a_space())
+    names = list(a_chain(space, 10).names)
+    live(node, clock, space, names)
+    node.abandon()
+    files.lose(volume / "segments")
+    node = open_node(tmp_path, clock)
+    node.delete(space, [name.key for name in names])
+    node.abandon()
+    shutil.rmtree(volume / "index")
+    node = open_node(tmp_path, ManualClock())
+    assert Presence.PRESENT not in node.lookup(space, names).presence.tolist()
+    assert not node.scan()[0]
     node.close()
