@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.daemon.files import Files
-from kvstore.daemon.index import Index, IndexBatch
+from kvstore.daemon.index import Index
 from kvstore.daemon.record import HEADER_BYTES, MARK_OFFSET, RECORD_ALIGN, RECORD_MAGIC
 
 POINTS: dict[str, int] = {
@@ -38,8 +38,8 @@ POINTS: dict[str, int] = {
     "create.header": 12,
     "create.rename": 12,
     "create.after": 12,
-    "catalog.before": 4,
-    "catalog.after": 4,
+    "catalog.before": 1,
+    "catalog.after": 1,
     "compaction.before": 3,
     "compaction.swap": 3,
     "compaction.swapped": 3,
@@ -82,7 +82,8 @@ class Executioner:
         self._around(Files, "allocate", "create.before", "")
         self._around(Files, "rename", "create.rename", "create.after")
         self._around(Index, "write", "index.before", "index.after")
-        self._around(Index, "rewrite", "compaction.before", "compaction.after")
+        for method in ("rewrite", "compact"):
+            self._around(Index, method, "compaction.before", "compaction.after")
         self._arm_names()
         if self._point.startswith("compaction"):
             _compact_often()
@@ -179,12 +180,11 @@ def _compact_often() -> None:
     """Let the index be rewritten at every twentieth chance instead of when it has grown."""
     calls = 0
 
-    def compact_if_due(index: Index, content: Iterable[IndexBatch]) -> bool:
+    def compact_if_due(index: Index) -> bool:
         nonlocal calls
         calls += 1
         if calls % 20:
             return False
-        index.rewrite(content)
-        return True
+        return index.compact()
 
     setattr(Index, "compact_if_due", compact_if_due)  # noqa: B010
