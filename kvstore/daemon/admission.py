@@ -1,25 +1,41 @@
-"""How much payload a node holds in memory at once, the reused buffers of puts, and the recent speed of gets.
+"""How much payload a node holds in memory at once, who is next, the reused buffers of puts, and the speed of gets.
 
 Owns the budget of bytes in flight and the estimate of load times. Does not know frames or blocks. Invariants: the
-bytes lent never exceed the budget; whoever finds none left within its wait is refused with ``Overloaded``; a buffer is
-touched once and reused, since first touch of fresh memory runs at a quarter of the speed of a copy.
+bytes lent never exceed the budget; while several wait, what comes back goes to the tenant that holds least, then to its
+connection that holds least, so that nobody's share is taken and an unused share is usable; whoever finds none left
+within its wait is refused with ``Overloaded``; a buffer is touched once and reused, since first touch of fresh memory
+runs at a quarter of the speed of a copy.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 from kvstore import limits
 from kvstore.errors import Overloaded
 
 RETRY_AFTER_S = 0.2
+"""What a refused sender is told while no loan has ended yet."""
+RETRY_AFTER_S_MIN = 0.01
+RETRY_AFTER_S_MAX = 5.0
+READ_SHARE = 0.5
+"""Of the budget, what reads may hold and still go before waiting puts; beyond it they queue like everybody."""
+HOLD_DECAY = 0.9
+"""Weight of what was known before, at each loan that ends: about the last ten count."""
 LOAD_SAMPLE_BYTES_MIN = 256 * limits.KIB
 LOAD_DECAY = 0.9
 """Weight of what was known before, at each new sample: about the last ten gets count."""
 IDLE_BUFFERS_MAX = 8
 """Buffers kept for reuse; beyond them memory goes back to the system."""
+
+
+_Name = TypeVar("_Name")
 
 
 class LoadRate:
@@ -44,18 +60,55 @@ class LoadRate:
             return count * self._seconds / self._bytes if self._bytes else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Party:
+    """On whose account bytes are lent. ``tenant`` is what the client said of itself, so shares are not a safeguard
+    against one that lies; ``connection`` is any number of its own.
+    """
+
+    tenant: str = ""
+    connection: int = 0
+
+
+NOBODY = Party()
+
+
+class _Ticket:
+    """One request for bytes: waiting until ``granted``."""
+
+    __slots__ = ("arrival", "count", "granted", "party", "read", "since_s")
+
+    def __init__(self, party: Party, count: int, arrival: int, *, read: bool) -> None:
+        self.party = party
+        self.count = count
+        self.arrival = arrival
+        self.read = read
+        self.granted = False
+        self.since_s = 0.0
+
+
 class Admission:
     """A byte budget with a small pool of buffers. Thread-safe."""
 
     def __init__(
-        self, budget_bytes: int = limits.IN_FLIGHT_BYTES_MAX, buffer_bytes: int = limits.PUT_BUFFER_BYTES
+        self,
+        budget_bytes: int = limits.IN_FLIGHT_BYTES_MAX,
+        buffer_bytes: int = limits.PUT_BUFFER_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 1 <= buffer_bytes <= budget_bytes:
             raise ValueError(f"a budget of {budget_bytes} bytes cannot lend buffers of {buffer_bytes}")
         self.budget_bytes = budget_bytes
         self.buffer_bytes = buffer_bytes
+        self._monotonic = monotonic
         self._lent_bytes = 0
+        self._read_bytes = 0
+        self._by_tenant: Counter[str] = Counter()
+        self._by_party: Counter[Party] = Counter()
+        self._waiting: list[_Ticket] = []
+        self._arrivals = 0
         self._refused = 0
+        self._hold_s: float | None = None
         self._idle: list[bytearray] = []
         self._freed = threading.Condition()
 
@@ -67,23 +120,28 @@ class Admission:
     def refused(self) -> int:
         return self._refused
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for bytes now."""
+        return len(self._waiting)
+
     @contextmanager
-    def hold(self, count: int, wait_s: float) -> Iterator[None]:
+    def hold(self, count: int, wait_s: float, party: Party = NOBODY, *, read: bool = False) -> Iterator[None]:
         """Count bytes that somebody else allocated. Raises Overloaded if they do not fit within ``wait_s``."""
-        self._take(count, wait_s)
+        ticket = self._take(count, wait_s, party, read=read)
         try:
             yield
         finally:
-            self._give(count)
+            self._give(ticket)
 
     @contextmanager
-    def buffer(self, count: int, wait_s: float) -> Iterator[memoryview]:
+    def buffer(self, count: int, wait_s: float, party: Party = NOBODY) -> Iterator[memoryview]:
         """A view of exactly ``count`` bytes with arbitrary content; it must not be kept.
 
         Raises Overloaded if it does not fit within ``wait_s``.
         """
         size = max(count, self.buffer_bytes)
-        self._take(size, wait_s)
+        ticket = self._take(size, wait_s, party, read=False)
         memory = None
         try:
             if size == self.buffer_bytes:
@@ -96,19 +154,72 @@ class Admission:
             with self._freed:
                 if memory is not None and size == self.buffer_bytes and len(self._idle) < IDLE_BUFFERS_MAX:
                     self._idle.append(memory)
-            self._give(size)
+            self._give(ticket)
 
-    def _take(self, count: int, wait_s: float) -> None:
+    def _take(self, count: int, wait_s: float, party: Party, *, read: bool) -> _Ticket:
         with self._freed:
-            fits = self._freed.wait_for(lambda: self._lent_bytes + count <= self.budget_bytes, max(wait_s, 0.0))
-            if not fits:
+            ticket = _Ticket(party, count, self._arrivals, read=read)
+            self._arrivals += 1
+            self._waiting.append(ticket)
+            self._grant()
+            try:
+                self._freed.wait_for(lambda: ticket.granted, max(wait_s, 0.0))
+            finally:
+                if not ticket.granted:
+                    self._waiting.remove(ticket)
+                    self._grant()  # it may have stood before others that fit
+            if not ticket.granted:
                 self._refused += 1
                 raise Overloaded(
-                    f"the node holds {self._lent_bytes} of {self.budget_bytes} payload bytes in flight", RETRY_AFTER_S
+                    f"the node holds {self._lent_bytes} of {self.budget_bytes} payload bytes in flight",
+                    self._retry_after_s(count),
                 )
-            self._lent_bytes += count
+            return ticket
 
-    def _give(self, count: int) -> None:
-        with self._freed:
-            self._lent_bytes -= count
+    def _grant(self) -> None:
+        """Serve those who wait, the next first, until the next does not fit: nobody small overtakes it for ever."""
+        granted = False
+        while self._waiting:
+            ticket = min(self._waiting, key=self._rank)
+            if self._lent_bytes + ticket.count > self.budget_bytes:
+                break
+            self._waiting.remove(ticket)
+            self._account(ticket, ticket.count)
+            ticket.since_s = self._monotonic()
+            ticket.granted = granted = True
+        if granted:
             self._freed.notify_all()
+
+    def _rank(self, ticket: _Ticket) -> tuple[bool, int, int, int]:
+        first = ticket.read and self._read_bytes + ticket.count <= READ_SHARE * self.budget_bytes
+        return not first, self._by_tenant[ticket.party.tenant], self._by_party[ticket.party], ticket.arrival
+
+    def _account(self, ticket: _Ticket, count: int) -> None:
+        self._lent_bytes += count
+        if ticket.read:
+            self._read_bytes += count
+        _add(self._by_tenant, ticket.party.tenant, count)
+        _add(self._by_party, ticket.party, count)
+
+    def _retry_after_s(self, count: int) -> float:
+        """When so many bytes should fit: those in the way, at the speed at which loans have been coming back."""
+        if self._hold_s is None or not self._lent_bytes:
+            return RETRY_AFTER_S
+        queued = sum(ticket.count for ticket in self._waiting)
+        in_the_way = max(self._lent_bytes + queued + count - self.budget_bytes, 0)
+        return min(max(in_the_way * self._hold_s / self._lent_bytes, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+
+    def _give(self, ticket: _Ticket) -> None:
+        with self._freed:
+            took_s = self._monotonic() - ticket.since_s
+            known_s = took_s if self._hold_s is None else self._hold_s
+            self._hold_s = HOLD_DECAY * known_s + (1 - HOLD_DECAY) * took_s
+            self._account(ticket, -ticket.count)
+            self._grant()
+
+
+def _add(held: Counter[_Name], name: _Name, count: int) -> None:
+    """Whoever holds nothing is forgotten, so that names do not pile up."""
+    held[name] += count
+    if not held[name]:
+        del held[name]

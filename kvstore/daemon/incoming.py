@@ -69,7 +69,8 @@ class IncomingPuts:
         size = sum(row.payload_bytes for row in rows)
         after = request.unread - size
         try:
-            with self._admission.buffer(size, min(request.left_s(), ADMISSION_WAIT_S_MAX)) as buffer:
+            wait_s = min(request.left_s(), ADMISSION_WAIT_S_MAX)
+            with self._admission.buffer(size, wait_s, request.connection.party) as buffer:
                 request.receive_into(buffer)
                 return self._store(request, asked, rows, buffer)
         except Overloaded as error:

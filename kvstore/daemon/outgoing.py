@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kvstore import extents, wire
-from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.admission import Admission, LoadRate, Party
 from kvstore.daemon.lending import Loan
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.record import RecordHeader, encode_header
@@ -94,7 +94,7 @@ class Outgoing:
         asked = wire.decode_get(request.body)
         with ExitStack() as held:
             loan = held.enter_context(self._loan(asked))
-            made = self._make(held, asked, loan)
+            made = self._make(held, asked, loan, request.connection.party)
             lent = np.flatnonzero(loan.rows["status"] == LENT)
             plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
             began_s = self._monotonic()
@@ -115,7 +115,9 @@ class Outgoing:
         loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
         return loan
 
-    def _make(self, held: ExitStack, asked: wire.GetRequest, loan: Loan) -> dict[int, tuple[bytes, Buffer]]:
+    def _make(
+        self, held: ExitStack, asked: wire.GetRequest, loan: Loan, party: Party
+    ) -> dict[int, tuple[bytes, Buffer]]:
         """Header and payload of each block that does not lie in a file as it is; its row says how that went."""
         made: dict[int, tuple[bytes, Buffer]] = {}
         for at in np.flatnonzero(loan.rows["status"] == ASK).tolist():
@@ -126,7 +128,7 @@ class Outgoing:
                 continue
             with ExitStack() as mine:
                 lease = mine.enter_context(opened)
-                status = self._admit(mine, lease, asked.wanted_bytes[at])
+                status = self._admit(mine, lease, asked.wanted_bytes[at], party)
                 loan.end(at, status)
                 if status != LENT:
                     continue
@@ -135,13 +137,13 @@ class Outgoing:
                 made[at] = (_header(asked.space_id, name, lease, at * MADE_SPACING), lease.data or b"")
         return made
 
-    def _admit(self, mine: ExitStack, lease: Lease, wanted_bytes: int) -> int:
+    def _admit(self, mine: ExitStack, lease: Lease, wanted_bytes: int, party: Party) -> int:
         if lease.payload_bytes != wanted_bytes:
             return ExtentStatus.WRONG_SIZE
         if lease.data is None:
             return MISS  # it was written anew since, uncompressed: who asks again is lent it
         try:
-            mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0))
+            mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0, party, read=True))
         except Overloaded:
             return ExtentStatus.UNREACHABLE
         return LENT

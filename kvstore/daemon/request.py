@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvstore import limits, wire
+from kvstore.daemon.admission import Party
 from kvstore.daemon.lending import Neighbour
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError
 from kvstore.framing import Channel
@@ -23,15 +24,17 @@ class Connection:
     """A channel and until when its present wait may last (the reaper looks at it).
 
     ``trusted``: the peer is on this host and may see every block. ``neighbour``: what it shares, once it asked to.
+    ``party``: on whose account it borrows memory; HELLO tells its tenant.
     """
 
-    __slots__ = ("channel", "idle", "neighbour", "trusted", "until_s")
+    __slots__ = ("channel", "idle", "neighbour", "party", "trusted", "until_s")
 
     def __init__(self, channel: Channel, until_s: float) -> None:
         self.channel = channel
         self.until_s = until_s
         self.idle = True
         self.trusted = False
+        self.party = Party(connection=id(self))
         self.neighbour: Neighbour | None = None
 
     def close(self) -> None:

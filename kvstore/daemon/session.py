@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from kvstore import control, limits, sharing, wire
-from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.admission import Admission, LoadRate, Party
 from kvstore.daemon.incoming import ADMISSION_WAIT_S_MAX, CheckedPuts, IncomingPuts
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.metrics import ServerMetrics
@@ -108,6 +108,7 @@ class Session:
             self._part(connection, 0, error)
             return False
         connection.trusted = self._is_trusted(channel, hello)
+        connection.party = Party(hello.tenant, id(connection))
         body = wire.encode_welcome(wire.Welcome(wire.VERSION, KEY_ALGORITHM, self._name))
         channel.send(wire.encode_frame(wire.Opcode.HELLO, header.request_id, body, reply=True))
         return True
@@ -218,7 +219,8 @@ class Session:
         size = request.header.payload_bytes
         if not 1 <= size <= limits.STATE_BYTES_MAX:
             raise ProtocolError(f"a state has 1..{limits.STATE_BYTES_MAX} bytes, not {size}")
-        with self._admission.buffer(size, min(request.left_s(), ADMISSION_WAIT_S_MAX)) as buffer:
+        wait_s = min(request.left_s(), ADMISSION_WAIT_S_MAX)
+        with self._admission.buffer(size, wait_s, request.connection.party) as buffer:
             request.receive_into(buffer)
             intact = xxhash.xxh3_64_intdigest(buffer) == asked.checksum
             kept = intact and self._backend.put_state(

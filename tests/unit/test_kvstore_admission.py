@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
-from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.admission import RETRY_AFTER_S, Admission, LoadRate, Party
 from kvstore.errors import Overloaded
 
 
@@ -73,3 +76,117 @@ def test_a_waiting_borrower_gets_what_comes_back() -> None:
         assert not got.wait(0.1)
     assert got.wait(20)
     thread.join()
+
+
+class Queue:
+    """Borrowers on threads, entered one after another; ``order`` tells who was served when."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.order: list[str] = []
+        self._release = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def join(self, name: str, count: int, party: Party, *, read: bool = False) -> None:
+        def borrow() -> None:
+            with self._admission.hold(count, 20.0, party, read=read):
+                self.order.append(name)
+                assert self._release.wait(20)
+
+        before = self._admission.waiting
+        self._threads.append(threading.Thread(target=borrow))
+        self._threads[-1].start()
+        _until(lambda: self._admission.waiting == before + 1)
+
+    def served(self, count: int) -> list[str]:
+        _until(lambda: len(self.order) >= count)
+        return sorted(self.order)
+
+    def end(self) -> None:
+        self._release.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+def _until(true: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+
+
+def test_a_tenant_does_not_take_more_than_its_share_while_another_waits() -> None:
+    """Tenant a holds all and asks for more first; what it gives back goes to b until both hold the same."""
+    admission = Admission(budget_bytes=400, buffer_bytes=100)
+    a, b = Party("a", 1), Party("b", 2)
+    queue = Queue(admission)
+    with ExitStack() as kept:
+        loans = [ExitStack() for _ in range(4)]
+        for loan in loans:
+            loan.enter_context(admission.hold(100, 0.0, a))  # an unused share is usable
+            kept.push(loan)
+        for name, party in (("a1", a), ("a2", a), ("b1", b), ("b2", b)):
+            queue.join(name, 100, party)
+        loans[0].close()
+        assert queue.served(1) == ["b1"]
+        loans[1].close()
+        assert queue.served(2) == ["b1", "b2"]
+        assert admission.waiting == 2
+    queue.end()
+    assert sorted(queue.order) == ["a1", "a2", "b1", "b2"]
+    assert admission.lent_bytes == 0
+
+
+def test_connections_of_one_tenant_share_alike() -> None:
+    admission = Admission(budget_bytes=200, buffer_bytes=100)
+    queue = Queue(admission)
+    with admission.hold(100, 0.0, Party("a", 1)), ExitStack() as other:
+        other.enter_context(admission.hold(100, 0.0, Party("b", 3)))
+        queue.join("same connection", 100, Party("a", 1))
+        queue.join("another", 100, Party("a", 2))
+        other.close()
+        assert queue.served(1) == ["another"]
+    queue.end()
+
+
+def test_reads_go_before_waiting_puts_up_to_their_share() -> None:
+    """A read that fits passes a put that waits; once reads hold half of the budget they stand in line."""
+    admission = Admission(budget_bytes=400, buffer_bytes=100)
+    queue = Queue(admission)
+    with ExitStack() as puts:
+        puts.enter_context(admission.hold(250, 0.0, Party("a", 1)))
+        queue.join("put", 300, Party("b", 2))
+        with admission.hold(100, 0.0, Party("c", 3), read=True):
+            with pytest.raises(Overloaded), admission.hold(120, 0.0, Party("c", 3), read=True):
+                pass
+            puts.close()
+            assert queue.served(1) == ["put"]
+    queue.end()
+
+
+def test_a_large_request_is_not_overtaken_by_small_ones_behind_it() -> None:
+    admission = Admission(budget_bytes=400, buffer_bytes=100)
+    queue = Queue(admission)
+    with ExitStack() as first:
+        first.enter_context(admission.hold(200, 0.0, Party("a", 1)))
+        queue.join("large", 400, Party("b", 2))
+        with pytest.raises(Overloaded), admission.hold(50, 0.0, Party("c", 3)):
+            pass
+        first.close()
+        assert queue.served(1) == ["large"]
+    queue.end()
+
+
+def test_the_time_to_retry_is_what_the_bytes_in_the_way_take() -> None:
+    """Loans last 2 s and 1000 bytes are out, so 500 in the way take 1 s; nothing known is a fixed guess."""
+    now_s = [0.0]
+    admission = Admission(budget_bytes=1000, buffer_bytes=100, monotonic=lambda: now_s[0])
+    with admission.hold(1000, 0.0):
+        with pytest.raises(Overloaded) as refused, admission.hold(500, 0.0):
+            pass
+        assert refused.value.retry_after_s == RETRY_AFTER_S
+        now_s[0] += 2.0
+    with admission.hold(1000, 0.0):
+        with pytest.raises(Overloaded) as refused, admission.hold(500, 0.0):
+            pass
+        assert refused.value.retry_after_s == pytest.approx(1.0)
