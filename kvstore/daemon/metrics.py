@@ -51,6 +51,11 @@ class ServerMetrics:
         self.reaped = Counter(
             "reprise_store_connections_reaped", "Connections closed for being too slow or idle", registry=self.registry
         )
+        self.accept_failures = Counter(
+            "reprise_store_accept_failures",
+            "Connections that could not be accepted, mostly for want of file descriptors or threads",
+            registry=self.registry,
+        )
         self.leases_expired = Counter(
             "reprise_store_leases_expired", "Loans to clients on the same host that ran out", registry=self.registry
         )

@@ -152,6 +152,7 @@ class Server:
             except OSError as error:
                 if self._draining.is_set():
                     return
+                self._metrics.accept_failures.inc()
                 log.warning("accept failed: %s", error)
                 self._draining.wait(0.1)  # out of descriptors, most likely: let some close
                 continue
@@ -159,6 +160,7 @@ class Server:
                 tune(sock, loopback=loopback)
                 self._admit(sock)
             except (OSError, RuntimeError) as error:
+                self._metrics.accept_failures.inc()
                 log.warning("connection refused: %s", error)
                 sock.close()
 
