@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvstore import control, limits, receive, transfer, wire
@@ -144,7 +145,7 @@ class StoreClient:
         raise_loud(failures)
         entries: list[StateEntry] = []
         for node, answer in answers.items():
-            at = np.asarray(groups[node], np.int64)
+            at = _index(groups[node])
             presence[at], flags[at], payload_bytes[at] = answer.presence, answer.flags, answer.payload_bytes
             entries += [_renumbered(entry, groups[node]) for entry in answer.states]
         entries.sort(key=lambda entry: (entry.block_index, entry.tail_tokens), reverse=True)
@@ -514,6 +515,13 @@ class StoreClient:
 
 def _pick(names: Sequence[BlockName], positions: Sequence[int]) -> Sequence[BlockName]:
     return names if len(positions) == len(names) else [names[at] for at in positions]
+
+
+def _index(positions: Sequence[int]) -> slice | npt.NDArray[np.int64]:
+    """Positions as what a column is indexed by; of a range without a step for each."""
+    if isinstance(positions, range):
+        return slice(positions.start, positions.stop)
+    return np.asarray(positions, np.int64)
 
 
 def _renumbered(entry: StateEntry, positions: Sequence[int]) -> StateEntry:

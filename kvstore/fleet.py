@@ -79,10 +79,10 @@ class Fleet:
         """What each of a node's connections moves of a batch, so that all of them do."""
         return min(max(-(-total_bytes // self.links[node].connections), SHARE_BYTES_MIN), CALL_BYTES)
 
-    def group(self, names: Sequence[BlockName]) -> dict[int, list[int]]:
+    def group(self, names: Sequence[BlockName]) -> dict[int, Sequence[int]]:
         """Positions of the names by the node that owns their stripe."""
         if len(self.links) == 1:
-            return {0: list(range(len(names)))} if names else {}
+            return {0: range(len(names))} if len(names) else {}
         groups: dict[int, list[int]] = {}
         owners: dict[bytes, int] = {}
         for at, name in enumerate(names):
@@ -90,7 +90,7 @@ class Fleet:
             if owner is None:
                 owner = owners[name.route] = self.placement.owner(name.route)
             groups.setdefault(owner, []).append(at)
-        return groups
+        return dict(groups)
 
     def run(self, jobs: Sequence[Callable[[], None]], ends_s: float) -> list[Failure]:
         """Run jobs side by side, the first in the caller's thread; each ends by the deadline itself.

@@ -21,6 +21,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 Words = npt.NDArray[np.uint64]
 
 WORD_MAX = 2**64 - 1
+_FEW = 16
+"""Chains that are walked one by one: a step for many costs as much as some tens of steps for one."""
 _BUCKETS_FIRST = 1024
 _ROWS_FIRST = 1024
 _WORD_BITS = np.uint64(29)
@@ -62,25 +64,30 @@ class FingerprintTable:
 
     def find(self, fingerprints: Words) -> Slots:
         """The slot of each fingerprint, or -1."""
-        found = np.full(len(fingerprints), -1, dtype=np.int64)
-        at = self._heads[self._buckets(fingerprints)]
-        pending = np.flatnonzero(at)
-        at = at[pending]
-        while pending.size:
-            slots = at - np.uint32(1)
+        slots = self._heads[self._buckets(fingerprints)].astype(np.int64) - 1
+        hit = self.fingerprints[slots] == fingerprints  # at a slot of -1 by chance: found is -1 all the same
+        found: Slots = np.where(hit, slots, -1)
+        pending = np.flatnonzero(~hit & (slots >= 0))
+        slots = slots[pending]
+        while pending.size > _FEW:
+            slots = self._next[slots].astype(np.int64) - 1
             hit = self.fingerprints[slots] == fingerprints[pending]
-            found[pending[hit]] = slots[hit]
-            at = self._next[slots]
-            going = np.flatnonzero(~hit & (at != 0))
-            pending, at = pending[going], at[going]
+            found[pending] = np.where(hit, slots, -1)
+            going = np.flatnonzero(~hit & (slots >= 0))
+            pending, slots = pending[going], slots[going]
+        for position, slot in zip(pending.tolist(), slots.tolist(), strict=True):
+            found[position] = self._along(self._next.item(slot), fingerprints.item(position))
         return found
 
     def find_one(self, fingerprint: int) -> int:
         """As ``find``, of one."""
-        at = self._heads.item(self._bucket(fingerprint))
+        return self._along(self._heads.item(self._bucket(fingerprint)), fingerprint)
+
+    def _along(self, at: int, fingerprint: int) -> int:
+        """The slot of a fingerprint in the chain from a link (slot plus 1) on, or -1."""
         while at and self.fingerprints.item(at - 1) != fingerprint:
             at = self._next.item(at - 1)
-        return int(at) - 1
+        return at - 1
 
     def insert(self, fingerprints: Words) -> Slots:
         """New slots for fingerprints that have none, each once."""

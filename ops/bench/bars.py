@@ -55,9 +55,8 @@ def standings(
 
 def _of_memory(memory: Mapping[str, Mapping[str, float]]) -> Iterator[Standing]:
     if MANY in memory and memory[MANY]["blocks"] >= MANY_BLOCKS_MIN:
-        # What the daemon grew by holds more than the presence map: this errs against the store.
-        grown = memory[MANY]["anonymous_bytes_per_block"]
-        yield _standing("memory: presence, bytes a block", PRESENCE_BYTES_MAX, grown, at_least=False)
+        reached = memory[MANY]["presence_bytes_per_block"]
+        yield _standing("memory: presence, bytes a block", PRESENCE_BYTES_MAX, reached, at_least=False)
     if SOAK in memory:
         yield _standing("memory: resident over a soak", SOAK_GROWTH_MAX, memory[SOAK]["growth"], at_least=False)
 

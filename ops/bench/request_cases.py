@@ -67,7 +67,11 @@ def many_blocks(ground: Ground, ends_s: float) -> Iterator[tuple[Filled, list[li
             if stored % (16 * CHAIN_BLOCKS_MAX) == 0:
                 ground.progress(f"stored {stored} of {wanted} small blocks")
         grown_bytes = store.process.memory_bytes()["anonymous"] - empty_bytes
-        ground.memory["many small blocks"] = {"blocks": stored, "anonymous_bytes_per_block": grown_bytes / stored}
+        ground.memory["many small blocks"] = {
+            "blocks": stored,
+            "anonymous_bytes_per_block": grown_bytes / stored,
+            "presence_bytes_per_block": store.client.stats()["presence_bytes"] / stored,
+        }
         yield store, chains, stored
 
 

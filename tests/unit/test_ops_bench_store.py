@@ -364,6 +364,6 @@ def test_bars_that_are_missed_say_by_how_much() -> None:
     result = Result("reprise", "store", (3.0,), 1, 1.0, 1.0, 1.0)
     other = Result("preadv", "limit", (5.0,), 1, 1.0, 1.0, 1.0)
     case = Measured("get", "B", 1 << 20, 64, (result, other), (Bar("rate", 0.8, "preadv"), Bar("rate", 2.0, "peer")))
-    memory = {"many small blocks": {"blocks": 1e6, "anonymous_bytes_per_block": 50.0}, "soak": {"growth": 1.0}}
+    memory = {"many small blocks": {"blocks": 1e6, "presence_bytes_per_block": 50.0}, "soak": {"growth": 1.0}}
     words = [standing.word for standing in standings([case], memory, {0: case.label})]
     assert words == ["short by 25%", "not compared", "short by 25%", "met"]
