@@ -206,6 +206,7 @@ class Index:
         self._database: rocksdbpy.RocksDB | None = database
         """None where a rewrite closed the old one and could not open the new one."""
         self._lock = threading.Lock()
+        self._building = threading.RLock()  # held by whoever makes the next database: there is one place for it
         self._unmeasured_bytes = 0
         self._copying: threading.Thread | None = None
         self._copy: Index | None = None
@@ -328,8 +329,18 @@ class Index:
         return True
 
     def compact(self) -> bool:
-        """Copy everything into a fresh database, a page at a time beside readers and writers, and go on with that."""
-        fresh = _fresh(self._path)
+        """Copy everything into a fresh database, a page at a time beside readers and writers, and go on with that.
+
+        False where that did not come about, also because another one is being made.
+        """
+        if not self._building.acquire(blocking=False):
+            return False
+        try:
+            return self._compact(_fresh(self._path))
+        finally:
+            self._building.release()
+
+    def _compact(self, fresh: Path) -> bool:
         shutil.rmtree(fresh, ignore_errors=True)
         copy: Index | None = None
         try:
@@ -366,7 +377,16 @@ class Index:
 
         Raises IndexRefused or OSError; the old one is then still in use, if it could be opened again.
         """
-        fresh = _fresh(self._path)
+        with self._building:
+            self._rewrite(_fresh(self._path), content)
+
+    def mend(self, content: Iterable[IndexBatch]) -> None:
+        """``rewrite``, unless the index takes writes again meanwhile: a compaction refuses them while it swaps."""
+        with self._building:
+            if self.refusing:
+                self.rewrite(content)
+
+    def _rewrite(self, fresh: Path, content: Iterable[IndexBatch]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             rewritten = Index(fresh, self._budget_bytes, _open_database(fresh, self._budget_bytes))

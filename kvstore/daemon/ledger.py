@@ -340,7 +340,7 @@ class Ledger:
             if self.index.closed or not self.index.has_room_to_rewrite(len(self.presence)):
                 return False
             try:
-                self.index.rewrite(self.content())
+                self.index.mend(self.content())
             except (IndexRefused, OSError) as error:
                 self.counters.index_errors += 1
                 log.error("index_not_mended problem=%r", error)

@@ -165,6 +165,46 @@ def test_what_is_written_during_a_compaction_is_in_the_new_database(tmp_path: Pa
     assert not (tmp_path / "index.new").exists()
 
 
+def test_mending_waits_for_a_swap_and_finds_nothing_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compaction refuses writes while it swaps; who takes that for a fault must not touch what it puts in place."""
+    index = filled(tmp_path / "index", 3000)
+    mending = threading.Thread(target=index.mend, args=([IndexBatch(blocks=0)],))
+    swap = Index._swap
+
+    def swap_while_another_mends(this: Index, fresh: Path) -> None:
+        this.refusing = True
+        mending.start()
+        mending.join(timeout=0.3)
+        swap(this, fresh)
+
+    monkeypatch.setattr(Index, "_swap", swap_while_another_mends)
+    assert index.compact()
+    mending.join(timeout=10)
+    assert not mending.is_alive()
+    content = index.load()
+    index.close()
+    assert content is not None
+    assert len(content.rows) == 3000
+
+
+def test_only_one_next_database_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second compaction does nothing while one is under way."""
+    index = filled(tmp_path / "index", 3000)
+    swap, second = Index._swap, []
+
+    def swap_beside_another(this: Index, fresh: Path) -> None:
+        other = threading.Thread(target=lambda: second.append(this.compact()))
+        other.start()
+        other.join(timeout=10)
+        swap(this, fresh)
+
+    monkeypatch.setattr(Index, "_swap", swap_beside_another)
+    assert index.compact()
+    assert second == [False]
+    assert index.compactions == 1
+    index.close()
+
+
 def test_a_crash_in_the_middle_of_a_compaction_keeps_the_index(tmp_path: Path) -> None:
     """Between the two renames only the old copy is there: it is taken."""
     path = tmp_path / "index"
