@@ -205,14 +205,6 @@ def keys_of(names: Sequence[BlockName]) -> list[BlockKey]:
     return [BlockKey(names.keys[at : at + step]) for at in range(0, len(names.keys), step)]
 
 
-def token_digests_of(names: Sequence[BlockName]) -> list[TokenDigest]:
-    """Token digests of many names, as ``keys_of``."""
-    if not isinstance(names, PackedNames):
-        return [name.token_digest for name in names]
-    step = limits.TOKEN_DIGEST_BYTES
-    return [TokenDigest(names.token_digests[at : at + step]) for at in range(0, len(names.token_digests), step)]
-
-
 # --- hello ----------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from rich.table import Table
 app = typer.Typer(no_args_is_help=True, help="Measure the store, restore fidelity and kernels.")
 
 SIZES_DEFAULT = "64KiB,256KiB,1MiB,4MiB"
-GROUPS_KNOWN = "get, put, disk, cold, lookup, beside, mixed, restart, trace"
 WINDOWS_DEFAULT = "0,1,2"
 EXIT_NOT_INSTALLED = 3
 TABLE_COLUMNS = 112

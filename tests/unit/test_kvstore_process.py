@@ -24,7 +24,7 @@ from kvstore.store import BlockPut, GetStatus, PutOutcome
 from kvstore.testing import TEST_RULES
 from kvstore.traffic import AGENT
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
-from tests.support.stores import client_of, short_dir
+from tests.support.stores import client_of
 
 TOKEN = "a-token-of-some-length"
 APP = build_app(lambda path: (TEST_RULES, ""))
@@ -32,12 +32,6 @@ SERVE = (
     "import sys; from kvstore.cli import build_app; from kvstore.testing import TEST_RULES; "
     "build_app(lambda path: (TEST_RULES, ''))(['serve', *sys.argv[1:]])"
 )
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_dir() as path:
-        yield path
 
 
 def hear_hangups() -> None:

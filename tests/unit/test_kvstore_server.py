@@ -27,20 +27,9 @@ from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.testing import DAY_S, ManualClock, MemoryStore
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
-from tests.support.stores import client_of, open_memory, open_node, served, short_dir
+from tests.support.stores import client_of, open_memory, open_node, served
 
 SIZE = 1000
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_dir() as path:
-        yield path
-
-
-@pytest.fixture
-def backend() -> MemoryStore:
-    return open_memory(ManualClock())
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,8 @@ import pytest
 
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.server import Server, ServerConfig
-from kvstore.testing import ManualClock, MemoryStore
-from tests.support.stores import client_of, open_memory, short_dir
-
-SIZE = 1000
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_dir() as path:
-        yield path
-
-
-@pytest.fixture
-def backend() -> MemoryStore:
-    return open_memory(ManualClock())
+from kvstore.testing import MemoryStore
+from tests.support.stores import client_of
 
 
 class Exhausted(socket.socket):

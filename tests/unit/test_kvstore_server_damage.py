@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-
-import pytest
 
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.testing import ManualClock, MemoryStore
 from kvstore.traffic import AGENT
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
-from tests.support.stores import client_of, open_memory, open_node, served, short_dir
-
-SIZE = 1000
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_dir() as path:
-        yield path
-
-
-@pytest.fixture
-def backend() -> MemoryStore:
-    return open_memory(ManualClock())
+from tests.support.stores import client_of, open_node, served
 
 
 def test_flipped_bits_are_found_reported_and_quarantined(folder: Path, backend: MemoryStore) -> None:

@@ -7,10 +7,9 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import xxhash
 
 from kvstore import limits, receive, wire
@@ -26,12 +25,6 @@ from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
 
 HELLO = wire.encode_frame(wire.Opcode.HELLO, 1, wire.encode_hello(wire.Hello(wire.VERSION, KEY_ALGORITHM, b"", "")))
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_dir() as path:
-        yield path
 
 
 def open_large(folder: Path, clock: ManualClock, capacity_bytes: int) -> Node:
