@@ -380,11 +380,13 @@ class Index:
         with self._building:
             self._rewrite(_fresh(self._path), content)
 
-    def mend(self, content: Iterable[IndexBatch]) -> None:
-        """``rewrite``, unless the index takes writes again meanwhile: a compaction refuses them while it swaps."""
+    def mend(self, content: Iterable[IndexBatch]) -> bool:
+        """``rewrite``, and True, unless the index takes writes again: a compaction refuses them while it swaps."""
         with self._building:
-            if self.refusing:
-                self.rewrite(content)
+            if not self.refusing:
+                return False
+            self.rewrite(content)
+            return True
 
     def _rewrite(self, fresh: Path, content: Iterable[IndexBatch]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)

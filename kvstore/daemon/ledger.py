@@ -340,12 +340,13 @@ class Ledger:
             if self.index.closed or not self.index.has_room_to_rewrite(len(self.presence)):
                 return False
             try:
-                self.index.mend(self.content())
+                mended = self.index.mend(self.content())
             except (IndexRefused, OSError) as error:
                 self.counters.index_errors += 1
                 log.error("index_not_mended problem=%r", error)
                 return False
-            log.warning("index_mended blocks=%d", len(self.presence))
+            if mended:
+                log.warning("index_mended blocks=%d", len(self.presence))
             return True
 
     def content(self) -> Iterator[IndexBatch]:
