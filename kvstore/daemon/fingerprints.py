@@ -105,6 +105,23 @@ class FingerprintTable:
         self._split_to(len(self))
         return slots
 
+    def insert_one(self, fingerprint: int) -> int:
+        """As ``insert``, of one."""
+        if self._freed:
+            self._freed -= 1
+            slot = int(self._free[self._freed])
+        else:
+            slot = self.fresh
+            self.fresh += 1
+            if self.fresh > self.size:
+                self._grow(2 * self.size)
+        self.fingerprints[slot] = fingerprint
+        bucket = self._bucket(fingerprint)
+        self._next[slot] = self._heads[bucket]
+        self._heads[bucket] = slot + 1
+        self._split_to(len(self))
+        return slot
+
     def remove(self, slots: Slots) -> None:
         """Free slots that are in use, each once."""
         buckets = np.unique(self._buckets(self.fingerprints[slots]))

@@ -66,6 +66,10 @@ ENTRY_DTYPE = np.dtype(
 """One index value."""
 
 _ENTRY = struct.Struct(f"<32sIIQQQqIIIBBBB16s32s32s{TOUCHES_MAX}I{TOUCHES_MAX}B")
+_ENTRY_PLACE = struct.Struct("<32xI12xQ")
+"""Segment and offset in an entry."""
+_PLACE = struct.Struct(">II")
+"""Segment and page, in the order of keys."""
 ENTRY_BYTES = _ENTRY.size
 assert ENTRY_DTYPE.itemsize == ENTRY_BYTES
 
@@ -522,8 +526,9 @@ def _encoded(batch: IndexBatch) -> tuple[Any, int]:
     for key in place_keys(batch.removed):
         rocks.delete(key)
     data = batch.rows.tobytes()
-    for at, key in enumerate(place_keys(place_words(batch.rows))):
-        rocks.add(key, data[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
+    for at in range(0, len(data), ENTRY_BYTES):
+        segment, offset = _ENTRY_PLACE.unpack_from(data, at)
+        rocks.add(_BLOCK + _PLACE.pack(segment, offset // RECORD_ALIGN), data[at : at + ENTRY_BYTES])
     for segment, extent in batch.extents.items():
         rocks.add(_EXTENT + struct.pack(">I", segment), _EXTENT_VALUE.pack(extent.generation, extent.end))
     for fingerprint, tombstone in batch.tombstones.items():

@@ -20,9 +20,19 @@ import numpy.typing as npt
 from kvstore import extents
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.headers import are_whole, headers_in, rows_of
-from kvstore.daemon.index import Extent, Index, IndexBatch, IndexDamaged, IndexRefused, Rows, keys_in
-from kvstore.daemon.presence import PresenceMap, digest_words, fingerprints_in, key_words
-from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason
+from kvstore.daemon.index import (
+    NO_PLACES,
+    Extent,
+    Index,
+    IndexBatch,
+    IndexDamaged,
+    IndexRefused,
+    Rows,
+    entries_of,
+    keys_in,
+)
+from kvstore.daemon.presence import PresenceMap, digest_words, fingerprint_of, fingerprints_in, key_words
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason, RecordHeader
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
@@ -208,29 +218,51 @@ class Ledger:
             here = int(self.presence.places[place.slot]) == word and place.segment.header.generation == place.generation
             return here and int(self.presence.fingerprints_of(np.array([place.slot]))[0]) == place.fingerprint
 
-    def store(self, rows: Rows, segments: Iterable[Segment], pins_s: Mapping[BlockKey, int]) -> None:
+    def store(
+        self, rows: Rows, segments: Iterable[Segment], pins_s: Mapping[BlockKey, int], *, new: bool = False
+    ) -> None:
         """Add or replace rows (of ``ENTRY_DTYPE``, no key twice) whose records are written: one index batch.
 
-        Raises IndexRefused; nothing has changed then.
+        ``new``: no row has one of their fingerprints. Raises IndexRefused; nothing has changed then.
         """
         fingerprints = fingerprints_in(rows)
         pins = {at: pins_s[key] for at, key in enumerate(keys_in(rows)) if key in pins_s} if pins_s else {}
         with self.journal:
             with self.lock:
-                slots = self.presence.find_all(fingerprints)
-                removed = self.presence.places[slots[slots >= 0]]
+                removed = NO_PLACES
+                if not new:
+                    slots = self.presence.find_all(fingerprints)
+                    removed = self.presence.places[slots[slots >= 0]]
                 buried = fingerprints[self.presence.tombstones.reasons(fingerprints) != 0]
             batch = IndexBatch(
                 rows=rows,
                 removed=removed,
                 extents={segment.number: Extent(segment.header.generation, segment.end) for segment in segments},
                 tombstones=dict.fromkeys(buried.tolist()),
-                blocks=len(self.presence) + int((slots < 0).sum()),
+                blocks=len(self.presence) + len(rows) - len(removed),
             )
             self.index.write(batch)
             with self.lock:
                 self.presence.tombstones.forget(buried)
-                self.presence.insert(rows, pins)
+                self.presence.insert(rows, pins, new=new)
+
+    def store_one(self, header: RecordHeader, segment: Segment, pin_s: int) -> None:
+        """As ``store`` with ``new``, of one record."""
+        fingerprint = fingerprint_of(header.key)
+        with self.journal:
+            with self.lock:
+                buried = self.presence.tombstones.get(fingerprint) is not None
+            batch = IndexBatch(
+                rows=entries_of([header]),
+                extents={segment.number: Extent(segment.header.generation, segment.end)},
+                tombstones={fingerprint: None} if buried else {},
+                blocks=len(self.presence) + 1,
+            )
+            self.index.write(batch)
+            with self.lock:
+                if buried:
+                    self.presence.tombstones.forget(np.array([fingerprint], dtype=np.uint64))
+                self.presence.insert_one(header, pin_s)
 
     def touch(self, slots: Slots, class_byte: int, now_s: int) -> None:
         """Count a use of present blocks by a class."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstore.daemon.fingerprints import WORD_MAX, FingerprintTable, Slots, Words, grown
 from kvstore.daemon.index import Rows, place_words
-from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX, RecordHeader
 from kvstore.daemon.shapes import Shape, Shapes
 from kvstore.daemon.tombstones import Tombstones
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
@@ -282,19 +282,16 @@ class PresenceMap:
 
     # changing
 
-    def insert(self, rows: Rows, pins_s: Mapping[int, int] | None = None) -> None:
+    def insert(self, rows: Rows, pins_s: Mapping[int, int] | None = None, *, new: bool = False) -> None:
         """Add rows of the index, or put them in the place of those with the same fingerprints; no fingerprint twice.
 
-        Their tombstones are the ledger's to forget. ``pins_s``: ends of pins by position.
+        Their tombstones are the ledger's to forget. ``pins_s``: ends of pins by position. ``new``: none of the
+        fingerprints is here.
         """
         if not len(rows):
             return
         words = _key_words_of(rows)
-        slots = self.slots(words)
-        old = slots[slots >= 0]
-        self._forget_more(old)
-        self.shapes.remove(self._shape[old])
-        slots[slots < 0] = self._table.insert(np.ascontiguousarray(words[slots < 0, 0]))
+        slots = self._table.insert(np.ascontiguousarray(words[:, 0])) if new else self._slots_for(words)
         if self._table.size > len(self.places):
             self._grow(self._table.size)
         self._checks[slots] = self._check(words, rows["digest"])
@@ -311,6 +308,29 @@ class PresenceMap:
             self._set_touches(int(slots[position]), latest_first(pair for pair in pairs if pair[0]))
         for position, until_s in (pins_s or {}).items():
             self.pin(int(slots[position]), until_s)
+
+    def _slots_for(self, words: Words) -> Slots:
+        """Slots to fill for keys: those that they have, freed of what only their old rows had, or new ones."""
+        slots = self.slots(words)
+        old = slots[slots >= 0]
+        self._forget_more(old)
+        self.shapes.remove(self._shape[old])
+        slots[slots < 0] = self._table.insert(np.ascontiguousarray(words[slots < 0, 0]))
+        return slots
+
+    def insert_one(self, header: RecordHeader, pin_s: int) -> None:
+        """As ``insert`` with ``new``, of one record that one class has touched. (In a tenth of the time.)"""
+        slot = self._table.insert_one(fingerprint_of(header.key))
+        if self._table.size > len(self.places):
+            self._grow(self._table.size)
+        self._checks[slot] = self._check_one(header.key, header.token_digest)
+        self.places[slot] = header.segment << int(_PLACE_BITS) | header.offset // RECORD_ALIGN
+        self._units[slot] = header.record_bytes // RECORD_ALIGN
+        self._shape[slot] = self.shapes.add_one(
+            Shape(header.space_id, header.payload_bytes, header.codec, header.flags)
+        )
+        ((self._class[slot], self._touch_s[slot]),) = header.touches
+        self.pin(slot, pin_s)
 
     def remove(self, slots: Slots) -> None:
         """Drop rows, each once."""

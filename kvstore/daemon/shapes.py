@@ -59,6 +59,12 @@ class Shapes:
         np.add.at(self.counts, found, 1)
         return found
 
+    def add_one(self, shape: Shape) -> int:
+        """As ``add``, of one row."""
+        number = self._number(shape)
+        self.counts[number] += 1
+        return number
+
     def remove(self, numbers: Numbers) -> None:
         """Rows of these shapes are gone."""
         for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):

@@ -54,7 +54,7 @@ class Tombstones:
         return np.where(slots >= 0, self._reasons[slots], 0).astype(np.uint8)
 
     def get(self, fingerprint: int) -> Tombstone | None:
-        slot = int(self._table.find(np.array([fingerprint], dtype=np.uint64))[0])
+        slot = self._table.find_one(fingerprint)
         return Tombstone(int(self._reasons[slot]), int(self._when_s[slot])) if slot >= 0 else None
 
     def bury(self, fingerprints: Words, reasons: npt.NDArray[np.uint8], when_s: int) -> Words:

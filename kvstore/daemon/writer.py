@@ -18,11 +18,20 @@ import numpy.typing as npt
 
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.headers import Headers, headers_for, rows_of, seal_headers
-from kvstore.daemon.index import IndexRefused
+from kvstore.daemon.index import NO_ROWS, IndexRefused
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import digest_words, fingerprint_of, key_words
 from kvstore.daemon.reclaimer import DAY_S, Reclaimer
-from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, checksum_of
+from kvstore.daemon.record import (
+    HEADER_BYTES,
+    RECORD_ALIGN,
+    Mark,
+    MarkReason,
+    RecordHeader,
+    checksum_of,
+    encode_header,
+    record_bytes,
+)
 from kvstore.daemon.segment import Segment
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import MIB
@@ -35,7 +44,7 @@ WRITE_BYTES_MAX = MIB
 """Bytes of one gather write, unless a block has more: its checksums are then taken while it is in cache."""
 ATTEMPTS = 2
 """Segments that a put tries: one bad file does not refuse it, a bad disk does at once."""
-_PAGE = bytes(4096)
+_PADDING = memoryview(bytes(RECORD_ALIGN))
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +107,11 @@ class Writer:
 
         ``for_disk``: the device begins with what is written while more is.
         """
+        if len(blocks) == 1:
+            outcome = self._put_one(space_id, blocks, class_byte, now_s, for_disk)
+            if outcome is not None:
+                self._count([outcome])
+                return [outcome]
         runs = _distinct_runs(blocks.keys)
         if len(runs) == 1:
             return self._put_distinct(_Batch(space_id, blocks, class_byte, now_s, for_disk))
@@ -117,6 +131,46 @@ class Writer:
         self._write(batch)
         self._count(batch.outcomes)
         return batch.outcomes
+
+    # --- one new block, without the steps that pay for many -----------------------------------------------------------
+
+    def _put_one(
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, for_disk: bool
+    ) -> PutOutcome | None:
+        """Store a block whose key has no row; None if it has, or if the block is known to be altered."""
+        with self._ledger.lock:
+            if blocks.altered or self._ledger.presence.slot(blocks.keys[0]) >= 0:
+                return None
+        if not self._ledger.mend_index() or not self._reclaimer.make_room_in_index(1, now_s):
+            return PutOutcome.REFUSED
+        needed = record_bytes(len(blocks.stored[0]))
+        day = (now_s + self._rules().keep_for_s(class_byte)) // DAY_S
+        for _ in range(ATTEMPTS):
+            segment = self._reclaimer.segment_for(class_byte, day, needed, now_s)
+            if segment is None:
+                break
+            header = blocks.header(0, space_id, class_byte, now_s, segment)
+            parts = [encode_header(header), blocks.stored[0], _PADDING[: needed - HEADER_BYTES - header.stored_bytes]]
+            if not self._append(segment, parts, needed, for_disk):
+                self._ledger.segments.retire(segment)
+                continue
+            outcome = self._commit_one(header, _is_intact(blocks, 0), segment)
+            if outcome is not None:
+                return outcome
+        return PutOutcome.REFUSED
+
+    def _commit_one(self, header: RecordHeader, intact: bool, segment: Segment) -> PutOutcome | None:
+        """As ``_commit``, of one new record; None if the index or the disk refused it."""
+        try:
+            if intact:
+                self._ledger.store_one(header, segment, self._pins().get((header.space_id, header.key), 0))
+            else:
+                segment.mark(header.offset, Mark(MarkReason.QUARANTINED, header.written_s))
+                self._ledger.store(NO_ROWS, [segment], {})
+        except (IndexRefused, OSError) as error:
+            self._not_indexed([header.offset], segment, header.written_s, error)
+            return None
+        return PutOutcome.STORED if intact else PutOutcome.ALTERED
 
     # --- what to do with each block ---------------------------------------------------------------------------------
 
@@ -201,22 +255,36 @@ class Writer:
         for begin, end in _writes(batch.record_bytes[run]):
             positions = run[begin:end].tolist()
             parts, total_bytes = _parts(headers[begin:end], [batch.blocks.stored[at] for at in positions])
-            try:
-                segment.append(parts, total_bytes)
-            except OSError as error:
-                self._ledger.counters.write_errors += 1
-                log.error("records_not_written segment=%d problem=%r", segment.number, error)
+            if not self._append(segment, parts, total_bytes, batch.for_disk):
                 break
-            if batch.for_disk:
-                segment.hasten(segment.end - total_bytes)
-            self._ledger.counters.bytes_written += total_bytes
-            intact += [at in batch.blocks.sure or _is_intact(batch.blocks, at) for at in positions]
+            intact += [_is_intact(batch.blocks, at) for at in positions]
         done = len(intact)
         if done and not self._commit(batch, run[:done], headers[:done], np.array(intact), segment):
             done = 0
         if len(intact) < len(run):
             self._ledger.segments.retire(segment)
         return done
+
+    def _append(self, segment: Segment, parts: Sequence[Buffer], total_bytes: int, for_disk: bool) -> bool:
+        """One gather write. A segment that refuses it is to be retired, once what it took before has been committed."""
+        try:
+            segment.append(parts, total_bytes)
+        except OSError as error:
+            self._ledger.counters.write_errors += 1
+            log.error("records_not_written segment=%d problem=%r", segment.number, error)
+            return False
+        if for_disk:
+            segment.hasten(segment.end - total_bytes)
+        self._ledger.counters.bytes_written += total_bytes
+        return True
+
+    def _not_indexed(self, offsets: Sequence[int], segment: Segment, now_s: int, error: Exception) -> None:
+        """Records that were written, but that the index or the disk refused, are dead."""
+        self._ledger.counters.write_errors += 1
+        log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
+        for offset in offsets:
+            with contextlib.suppress(OSError):
+                segment.mark(offset, Mark(MarkReason.QUARANTINED, now_s))
 
     def _commit(
         self,
@@ -236,11 +304,7 @@ class Writer:
                 segment.sync()
             self._store(batch, rows_of(headers[intact]), good, replaced, segment)
         except (IndexRefused, OSError) as error:
-            self._ledger.counters.write_errors += 1
-            log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
-            for offset in headers["offset"].tolist():
-                with contextlib.suppress(OSError):
-                    segment.mark(offset, Mark(MarkReason.QUARANTINED, batch.now_s))
+            self._not_indexed(headers["offset"].tolist(), segment, batch.now_s, error)
             return False
         for at in run[~intact].tolist():
             batch.outcomes[at] = PutOutcome.ALTERED
@@ -256,7 +320,7 @@ class Writer:
             keys = [batch.blocks.keys[at] for at in good]
             pins_s = {key: pins[batch.space_id, key] for key in keys if (batch.space_id, key) in pins}
         if not replaced:
-            self._ledger.store(rows, [segment], pins_s)
+            self._ledger.store(rows, [segment], pins_s, new=True)
             return
         with self._ledger.journal:
             dead = Mark(MarkReason.REPLACED, batch.now_s)
@@ -328,17 +392,17 @@ def _headers(batch: _Batch, run: npt.NDArray[np.int64], segment: Segment) -> Hea
 
 def _parts(headers: Headers, stored: Sequence[Buffer]) -> tuple[list[Buffer], int]:
     """The buffers of one gather write (headers, payloads, padding), and their bytes."""
-    page, data = memoryview(_PAGE), memoryview(headers.tobytes())
+    data = memoryview(headers.tobytes())
     parts: list[Buffer] = []
     total_bytes = 0
     for at, payload in enumerate(stored):
         held_bytes = HEADER_BYTES + len(payload)
-        padding = -held_bytes % len(_PAGE)
-        parts += [data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES], payload, page[:padding]]
+        padding = -held_bytes % RECORD_ALIGN
+        parts += [data[at * HEADER_BYTES : (at + 1) * HEADER_BYTES], payload, _PADDING[:padding]]
         total_bytes += held_bytes + padding
     return parts, total_bytes
 
 
 def _is_intact(blocks: Incoming, at: int) -> bool:
     """Whether the bytes that were just written are those that were submitted (25 GB/s, and more from the cache)."""
-    return checksum_of(blocks.stored[at]) == int(blocks.rows["checksum"][at])
+    return at in blocks.sure or checksum_of(blocks.stored[at]) == int(blocks.rows["checksum"][at])
