@@ -74,6 +74,9 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             str | None, typer.Option(help=f"HOST:PORT of health and metrics, or off. [default: {ADMIN_DEFAULT}]")
         ] = None,
         token_file: TokenFile = None,
+        tokens: Annotated[
+            Path | None, typer.Option(help="TOML file of tokens, each with its roles; read again when it changes.")
+        ] = None,
         policy: Annotated[Path | None, typer.Option(help="Retention policy (TOML) for a new store.")] = None,
         segment_bytes: Annotated[
             str | None, typer.Option(help="Size of a segment of a new store, such as 256MiB.")
@@ -102,6 +105,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "unix": unix,
             "admin": admin,
             "token_file": token_file,
+            "tokens": tokens,
             "policy": policy,
             "segment_bytes": segment_bytes,
             "state_pool": state_pool,
@@ -116,8 +120,9 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             token = read_token(settings.token_file)
             rules, text = load_rules(settings.policy)
             from kvstore.daemon.process import run  # the daemon's packages, for the commands that need them
+            from kvstore.daemon.tokens import Tokens
 
-            run(settings, rules, text, token)
+            run(settings, rules, text, Tokens.open(token, settings.tokens))
 
 
 def stat(

@@ -31,7 +31,8 @@ class StoreConfig:
     """Settings of one daemon.
 
     ``capacity_bytes``: physical bytes on disk over all data directories. ``listen`` and ``admin``: HOST:PORT, port 0
-    for a free one, or "off". ``unix``: path of the Unix socket, or None for DATA/store.sock. ``policy``: used when the
+    for a free one, or "off". ``token_file``: one token that allows everything; ``tokens``: a file of tokens with roles.
+    ``unix``: path of the Unix socket, or None for DATA/store.sock. ``policy``: used when the
     store is made; later changes go through ``reprise retention policy set``. ``segment_bytes`` None: by the capacity.
     ``same_host``: lend segments to clients on the Unix socket, and take puts from their memory. ``scrub_bytes_per_s``:
     how fast each data directory is verified in the background, 0 for not at all.
@@ -43,6 +44,7 @@ class StoreConfig:
     unix: Path | None = None
     admin: str = ADMIN_DEFAULT
     token_file: Path | None = None
+    tokens: Path | None = None
     policy: Path | None = None
     segment_bytes: int | None = None
     state_pool_bytes: int = limits.STATE_POOL_BYTES_DEFAULT
@@ -69,11 +71,16 @@ class StoreConfig:
             raise ValueError("drain must be at most an hour")
         for option, address in (("--listen", self.listen), ("--admin", self.admin)):
             host = host_and_port(address)
-            if host is not None and not is_loopback(host[0]) and self.token_file is None:
+            if host is not None and not is_loopback(host[0]) and not self.asks_for_token:
                 raise ValueError(
                     f"{option} {address} is reachable from other machines, and anyone there could read and write every "
-                    "block: give --token-file FILE, or listen on 127.0.0.1"
+                    "block: give --token-file FILE or --tokens FILE, or listen on 127.0.0.1"
                 )
+
+    @property
+    def asks_for_token(self) -> bool:
+        """Whether a client must name a token."""
+        return self.token_file is not None or self.tokens is not None
 
     @property
     def unix_path(self) -> Path:
@@ -140,6 +147,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "unix": ("unix", _path),
     "admin": ("admin", _text),
     "token_file": ("token_file", _path),
+    "tokens": ("tokens", _path),
     "policy": ("policy", _path),
     "segment_bytes": ("segment_bytes", _bytes),
     "state_pool": ("state_pool_bytes", _bytes),

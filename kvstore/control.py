@@ -183,6 +183,9 @@ _HANDLERS: Mapping[str, Callable[[ControlledStore, Json, float], object]] = {
     "report_corrupt": _report_corrupt,
 }
 
+VERBS = frozenset(_HANDLERS)
+"""Every control verb."""
+
 
 # --- values ---------------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,12 @@ HELLO_S_MAX = 5.0
 DRAIN_S = 10.0
 """SIGTERM: requests in flight get this long."""
 
+TOKENS_MAX = 1024
+"""Tokens in a daemon's file; more is a ValueError (every HELLO is compared with all of them)."""
+TOKEN_ROLES_MAX = 64
+"""Roles of one token, tenants counted."""
+TOKENS_FILE_BYTES_MAX = 1 * MIB
+
 # Same host
 LEASE_S = 5.0
 """Extents lent over a Unix socket may be read this long; then their segments may be recycled."""

@@ -378,6 +378,10 @@ class MemoryStore:
         with self._lock:
             return dict(self._spaces)
 
+    def space_of(self, space_id: SpaceId) -> Space | None:
+        """A registered space, or None."""
+        return self._spaces.get(space_id)
+
     def delete(
         self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
     ) -> int:

@@ -357,6 +357,10 @@ class Node:
         self._check_open()
         return dict(self._catalog.content.spaces)
 
+    def space_of(self, space_id: SpaceId) -> Space | None:
+        """A registered space, or None."""
+        return self._catalog.content.spaces.get(space_id)
+
     def delete(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
         self._check_open()
         count = self._delete(space_id, list(keys), deadline_s)

@@ -22,6 +22,7 @@ from kvstore.daemon.admin import AdminServer, create_app
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
+from kvstore.daemon.tokens import Tokens
 from kvstore.signals import stop_signals
 from kvstore.store import SystemClock
 from kvstore.traffic import ClassRules
@@ -31,7 +32,7 @@ ENDPOINTS_FILE = "endpoints.json"
 log = logging.getLogger("kvstore.daemon")
 
 
-def run(config: StoreConfig, rules: ClassRules, policy_text: str, token: str | None) -> None:
+def run(config: StoreConfig, rules: ClassRules, policy_text: str, tokens: Tokens) -> None:
     """Serve until a signal comes. Raises StoreError, ValueError or OSError if the daemon cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     stop = threading.Event()
@@ -49,9 +50,9 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, token: str | N
             return
         metrics = ServerMetrics()
         metrics.registry.register(StatsCollector(node.stats))
-        server = Server.start(_server_config(config, token), node, metrics)
+        server = Server.start(_server_config(config, tokens), node, metrics)
         parts.callback(server.stop, config.drain_s)
-        admin = _start_admin(config, node, metrics, stop, token)
+        admin = _start_admin(config, node, metrics, stop, tokens)
         if admin is not None:
             parts.callback(admin.stop)
         path = config.data[0] / ENDPOINTS_FILE
@@ -79,24 +80,29 @@ def _node_config(config: StoreConfig) -> NodeConfig:
     )
 
 
-def _server_config(config: StoreConfig, token: str | None) -> ServerConfig:
+def _server_config(config: StoreConfig, tokens: Tokens) -> ServerConfig:
     return ServerConfig(
         name=f"{os.uname().nodename}:{config.data[0].name}",
         tcp=host_and_port(config.listen),
         unix_path=config.unix_path,
-        token=(token or "").encode(),
+        tokens=tokens,
         connections_max=config.connections_max,
         same_host=config.same_host,
     )
 
 
 def _start_admin(
-    config: StoreConfig, node: Node, metrics: ServerMetrics, stop: threading.Event, token: str | None
+    config: StoreConfig, node: Node, metrics: ServerMetrics, stop: threading.Event, tokens: Tokens
 ) -> AdminServer | None:
     address = host_and_port(config.admin)
     if address is None:
         return None
-    app = create_app(node.stats, metrics.registry, lambda: not stop.is_set(), (token or "").encode())
+
+    def may_see(token: bytes) -> bool:
+        found = tokens.find(token)
+        return found is not None and "stats" in found.grant.verbs
+
+    app = create_app(node.stats, metrics.registry, lambda: not stop.is_set(), may_see)
     return AdminServer.start(app, *address)
 
 

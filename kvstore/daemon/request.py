@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from kvstore import limits, wire
 from kvstore.daemon.admission import Party
 from kvstore.daemon.lending import Neighbour
+from kvstore.daemon.tokens import Token
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.store import Buffer
@@ -23,17 +24,20 @@ SCRATCH_BYTES = 64 * limits.KIB
 class Connection:
     """A channel and until when its present wait may last (the reaper looks at it).
 
-    ``trusted``: the peer is on this host and may see every block. ``neighbour``: what it shares, once it asked to.
-    ``party``: on whose account it borrows memory; HELLO tells its tenant.
+    ``token``: what its peer may do, as of a ``version`` of the tokens; None before HELLO. ``trusted``: the peer is on
+    this host and may see every block. ``neighbour``: what it shares, once it asked to. ``party``: on whose account it
+    borrows memory.
     """
 
-    __slots__ = ("channel", "idle", "neighbour", "party", "trusted", "until_s")
+    __slots__ = ("channel", "idle", "neighbour", "party", "token", "trusted", "until_s", "version")
 
     def __init__(self, channel: Channel, until_s: float) -> None:
         self.channel = channel
         self.until_s = until_s
         self.idle = True
         self.trusted = False
+        self.token: Token | None = None
+        self.version = 0
         self.party = Party(connection=id(self))
         self.neighbour: Neighbour | None = None
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore import limits, wire
@@ -25,6 +25,7 @@ from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.request import Connection
 from kvstore.daemon.session import Backend, Session
+from kvstore.daemon.tokens import Tokens
 from kvstore.errors import Overloaded, StoreError, VolumeInUse
 from kvstore.framing import UNIX_PATH_BYTES_MAX, Channel, tune
 
@@ -40,12 +41,12 @@ log = logging.getLogger("kvstore.daemon")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where the data plane listens. ``tcp`` is (host, port), port 0 for any free one; ``token`` empty for no token."""
+    """Where the data plane listens, and whom it serves. ``tcp`` is (host, port), port 0 for any free one."""
 
     name: str
     tcp: tuple[str, int] | None = None
     unix_path: Path | None = None
-    token: bytes = b""
+    tokens: Tokens = field(default_factory=Tokens)
     connections_max: int = limits.CONNECTIONS_MAX
     hello_s: float = limits.HELLO_S_MAX
     frame_s: float = limits.FRAME_S_MAX
@@ -69,7 +70,7 @@ class Server:
     ) -> None:
         self._config = config
         lease_s = config.lease_s if config.same_host else 0.0
-        self._session = Session(backend, admission, metrics, config.name, config.token, monotonic, lease_s=lease_s)
+        self._session = Session(backend, admission, metrics, config.name, config.tokens, monotonic, lease_s=lease_s)
         self._listeners = listeners
         self._metrics = metrics
         self._monotonic = monotonic
@@ -232,6 +233,7 @@ class Server:
         self._reap_once()
 
     def _reap_once(self) -> None:
+        self._config.tokens.refresh()
         now_s = self._monotonic()
         with self._lock:
             neighbours = [connection.neighbour for connection in self._connections if connection.neighbour is not None]

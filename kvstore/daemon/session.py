@@ -1,15 +1,14 @@
 """One connection's conversation: HELLO, then requests answered one after another.
 
 Owns what each frame does to the store behind it. Does not know listeners or threads. Invariants: nothing but HELLO is
-read before the token was checked; a request is answered, or the connection is closed, but a peer never sees a fault's
-details. What gets are answered by is ``outgoing``'s, what becomes of puts is ``incoming``'s.
+read before the token was checked, and no request is run that the gate does not let pass; a request is answered, or the
+connection is closed, but a peer never sees a fault's details. What gets are answered by is ``outgoing``'s, what becomes
+of puts is ``incoming``'s.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,20 +18,22 @@ import numpy as np
 import xxhash
 
 from kvstore import control, limits, sharing, wire
-from kvstore.daemon.admission import Admission, LoadRate, Party
+from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.gate import Gate
 from kvstore.daemon.incoming import ADMISSION_WAIT_S_MAX, CheckedPuts, IncomingPuts
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.outgoing import Outgoing, PayloadBackend
 from kvstore.daemon.request import SCRATCH_BYTES, Connection, Request
+from kvstore.daemon.tokens import Tokens
 from kvstore.errors import (
     ProtocolError,
     StoreError,
     Unauthorized,
     VersionMismatch,
 )
-from kvstore.framing import Channel, close_all
-from kvstore.keys import KEY_ALGORITHM, BlockName, SpaceId
+from kvstore.framing import close_all
+from kvstore.keys import KEY_ALGORITHM, BlockName, Space, SpaceId
 from kvstore.store import Store
 from kvstore.traffic import TrafficClass
 
@@ -43,9 +44,11 @@ log = logging.getLogger("kvstore.daemon")
 
 
 class Backend(CheckedPuts, Store, PayloadBackend, Protocol):
-    """What is served: a store that also lends payloads, checks submitted checksums and verifies on request."""
+    """What is served: a store that lends payloads, checks submitted checksums, verifies on request and knows spaces."""
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool: ...
+
+    def space_of(self, space_id: SpaceId) -> Space | None: ...
 
 
 class Session:
@@ -60,7 +63,7 @@ class Session:
         admission: Admission,
         metrics: ServerMetrics,
         name: str,
-        token: bytes,
+        tokens: Tokens,
         monotonic: Callable[[], float] = time.monotonic,
         *,
         lease_s: float = 0.0,
@@ -71,7 +74,7 @@ class Session:
         self._load_rate = LoadRate()
         self._metrics = metrics
         self._name = name
-        self._token = token
+        self._gate = Gate(tokens, backend)
         self._monotonic = monotonic
         self._outgoing = Outgoing(backend, admission, self._load_rate, metrics, monotonic, lease_s)
         self._incoming = IncomingPuts(backend, admission, metrics)
@@ -103,33 +106,14 @@ class Session:
             if header.body_bytes > wire.HELLO_BODY_BYTES_MAX:
                 raise ProtocolError(f"HELLO has at most {wire.HELLO_BODY_BYTES_MAX} bytes")
             hello = wire.decode_hello(channel.receive_body(header))
-            self._check_hello(hello)
+            _check_hello(hello)
+            self._gate.admit(connection, hello)
         except (ProtocolError, Unauthorized) as error:
             self._part(connection, 0, error)
             return False
-        connection.trusted = self._is_trusted(channel, hello)
-        connection.party = Party(hello.tenant, id(connection))
         body = wire.encode_welcome(wire.Welcome(wire.VERSION, KEY_ALGORITHM, self._name))
         channel.send(wire.encode_frame(wire.Opcode.HELLO, header.request_id, body, reply=True))
         return True
-
-    def _check_hello(self, hello: wire.Hello) -> None:
-        if hello.protocol != wire.VERSION:
-            raise VersionMismatch(f"the client speaks protocol {hello.protocol}, this node {wire.VERSION}")
-        if self._token and not hmac.compare_digest(hello.token, self._token):
-            raise Unauthorized("the token is wrong" if hello.token else "this node needs a token: give --token-file")
-        if hello.key_algorithm != KEY_ALGORITHM:
-            raise VersionMismatch(
-                f"the client makes keys by {hello.key_algorithm!r}, this node by {KEY_ALGORITHM!r}: "
-                "they would never find each other's blocks; upgrade the older one"
-            )
-
-    def _is_trusted(self, channel: Channel, hello: wire.Hello) -> bool:
-        """Whether a peer may have descriptors, in which every tenant's blocks can be seen: on this host, with the
-        daemon's token (where there is none, as the daemon's own user), and not on behalf of one tenant.
-        """
-        uid = channel.peer_uid()
-        return uid is not None and not hello.tenant and (bool(self._token) or uid == os.geteuid())
 
     def step(self, connection: Connection, idle_s: float, frame_s: float) -> bool:
         """Answer one request; False when the connection is to be closed."""
@@ -161,6 +145,7 @@ class Session:
         """Run the handler. The one place where a fault of the daemon becomes an answer."""
         began_s = self._monotonic()
         try:
+            self._gate.check(request)
             self._handlers[request.header.opcode](request)
             if request.unread:
                 raise ProtocolError(f"{request.header.opcode.name} came with payload that it does not take")
@@ -242,6 +227,7 @@ class Session:
 
     def _control(self, request: Request) -> None:
         verb, args = control.decode_request(request.body)
+        self._gate.check_verb(request.connection, verb, args)
         result = control.encode_result(control.call(self._backend, verb, args, request.left_s()))
         if len(result) > wire.CONTROL_REPLY_BYTES_MAX:
             raise ValueError(f"the answer to {verb} is larger than a frame may be: ask for less at once")
@@ -266,3 +252,14 @@ class Session:
             raise ProtocolError("a connection shares memory once")
         connection.neighbour = neighbour
         connection.channel.read_ahead()
+
+
+def _check_hello(hello: wire.Hello) -> None:
+    """Raises VersionMismatch for a peer that could not be understood, or would never find a block."""
+    if hello.protocol != wire.VERSION:
+        raise VersionMismatch(f"the client speaks protocol {hello.protocol}, this node {wire.VERSION}")
+    if hello.key_algorithm != KEY_ALGORITHM:
+        raise VersionMismatch(
+            f"the client makes keys by {hello.key_algorithm!r}, this node by {KEY_ALGORITHM!r}: "
+            "they would never find each other's blocks; upgrade the older one"
+        )

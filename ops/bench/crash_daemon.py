@@ -33,6 +33,7 @@ _PR_SET_PDEATHSIG = 1
 def serve(folder: Path, point: str, hits: int, *, early: bool) -> None:
     """The daemon's own main; its output goes to a file."""
     from kvstore.daemon.process import run
+    from kvstore.daemon.tokens import Tokens
 
     signal.signal(WAKE, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -52,7 +53,7 @@ def serve(folder: Path, point: str, hits: int, *, early: bool) -> None:
         admin="off",
         sweep_every_s=0.05,
     )
-    run(config, RULES, "", None)
+    run(config, RULES, "", Tokens())
 
 
 def main() -> None:

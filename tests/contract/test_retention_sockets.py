@@ -14,6 +14,7 @@ from kvstore.client import StoreClient
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
+from kvstore.daemon.tokens import Tokens
 from kvstore.keys import TokenChain, tenant_salt
 from kvstore.limits import CAPACITY_BYTES_MIN, MIB, STRIPE_BLOCKS
 from kvstore.testing import DAY_S, ManualClock
@@ -40,7 +41,7 @@ class Fleet:
         for name in ("a", "b"):
             config = NodeConfig((directory / name,), 4 * CAPACITY_BYTES_MIN, segment_bytes=MIB)
             node = Node.open(config, self.clock, rules, text)
-            listen = ServerConfig(name, unix_path=directory / f"{name}.sock", token=TOKEN.encode())
+            listen = ServerConfig(name, unix_path=directory / f"{name}.sock", tokens=Tokens.open(TOKEN, None))
             self.nodes.append(node)
             self.servers.append(Server.start(listen, node, ServerMetrics()))
         self.addresses = [server.addresses[0] for server in self.servers]

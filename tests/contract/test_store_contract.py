@@ -1,5 +1,5 @@
 """The store's contract, on every backend: memory, node, and clients over Unix sockets, TCP, shared memory and
-two nodes."""
+two nodes, with the token of a worker and of a tenant."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ import xxhash
 
 from kvstore import limits
 from kvstore.errors import PolicyConflict, SpaceUnknown
-from kvstore.keys import BlockName, SpaceId, TokenChain, TokenDigest, space_id
+from kvstore.keys import BlockName, Space, SpaceId, TokenChain, TokenDigest, space_id, tenant_salt
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
-from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
-from tests.support.stores import STATE_POOL_BYTES, SUBJECTS, Subject, subject
+from tests.support import spaces as shared_spaces
+from tests.support.spaces import BLOCK_TOKENS, a_chain
+from tests.support.stores import STATE_POOL_BYTES, SUBJECTS, TENANT, Subject, subject
 
 SIZE = 5000
+
+
+def a_space(**changes: Any) -> Space:
+    """A space of the tenant whose token reaches no other."""
+    return shared_spaces.a_space(**{"tenant_salt": tenant_salt(TENANT), **changes})
 
 
 @pytest.fixture(params=list(SUBJECTS))

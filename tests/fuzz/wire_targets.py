@@ -20,6 +20,7 @@ from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.request import Connection
 from kvstore.daemon.session import Session
+from kvstore.daemon.tokens import Tokens
 from kvstore.errors import ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.keys import KEY_ALGORITHM, space_id
@@ -266,7 +267,7 @@ def conversation(data: bytes) -> None:
         sent.append(wire.encode_frame(opcode, 7, body, payload_bytes=len(payload), deadline_ms=1000) + payload)
     peer = _Wire(b"".join(sent))
     now_s = [0.0]
-    session = Session(_a_store(), Admission(), _METRICS, "node", b"", lambda: now_s[0])
+    session = Session(_a_store(), Admission(), _METRICS, "node", Tokens(), lambda: now_s[0])
     connection = Connection(Channel(peer, lambda: now_s[0]), 30.0)  # type: ignore[arg-type]
     assert session.greet(connection)
     try:

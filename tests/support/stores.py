@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,10 +16,15 @@ from kvstore.client import StoreClient
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.node import Node, NodeConfig
+from kvstore.daemon.rights import grant_of
 from kvstore.daemon.server import Server, ServerConfig
+from kvstore.daemon.tokens import Token, Tokens
+from kvstore.keys import Space, SpaceId, tenant_salt
 from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
 from kvstore.traffic import ClassRules
 
+TENANT = "acme"
+"""Whose token one of the stores is asked under; it reaches only spaces that carry its salt."""
 CAPACITY_BYTES = 32 * limits.MIB
 STATE_POOL_BYTES = 4 * limits.MIB
 
@@ -55,13 +61,18 @@ def served(
     folder: Path,
     *,
     token: str = "",
+    tokens: Tokens | None = None,
     admission: Admission | None = None,
     metrics: ServerMetrics | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """A data plane over a backend, on a Unix socket and a free TCP port of loopback."""
     config = ServerConfig(
-        name="test", tcp=("127.0.0.1", 0), unix_path=folder / "store.sock", token=token.encode(), **settings
+        name="test",
+        tcp=("127.0.0.1", 0),
+        unix_path=folder / "store.sock",
+        tokens=tokens or Tokens.open(token, None),
+        **settings,
     )
     server = Server.start(config, backend, metrics or ServerMetrics(), admission)
     try:
@@ -128,6 +139,39 @@ def _unix(server: Server) -> str:
     return server.addresses[1]
 
 
+class ByRole:
+    """A store asked under two tokens: the data plane under one's role, everything else as an operator.
+
+    Spaces that do not carry the salt of TENANT are registered with the operator's token too, which is a worker's.
+    """
+
+    DATA = frozenset({"lookup", "get_into", "put", "touch", "put_state", "get_state"})
+
+    def __init__(self, data: StoreClient, control: StoreClient) -> None:
+        self._data = data
+        self._control = control
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data if name in self.DATA else self._control, name)
+
+    def register_space(self, space: Space, **options: Any) -> SpaceId:
+        mine = space.tenant_salt == tenant_salt(TENANT)
+        return (self._data if mine else self._control).register_space(space, **options)
+
+
+def _by_role(stack: ExitStack, role: str) -> Subject:
+    """A node on this host that asks for a token, and shares memory where the role may."""
+    clock = ManualClock()
+    folder = stack.enter_context(short_dir())
+    backend = open_node(folder / "data", clock)
+    stack.callback(backend.close)
+    names = {"data of the role": [role], "operator of the node": ["worker", "operator"]}
+    tokens = Tokens([Token(hashlib.sha256(name.encode()).digest(), grant_of(roles)) for name, roles in names.items()])
+    server = stack.enter_context(served(backend, folder, tokens=tokens))
+    data, control = (stack.enter_context(client_of(_unix(server), token=name)) for name in names)
+    return Subject(ByRole(data, control), clock, (backend,))
+
+
 SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
     "memory": _memory,
     "node": _node,
@@ -136,6 +180,8 @@ SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
     "local": lambda stack: _client(stack, 1, _unix, on_disk=True, same_host=True),
     "two-nodes": lambda stack: _client(stack, 2, _unix, on_disk=True, same_host=True),
     "memory-served": lambda stack: _client(stack, 1, _unix, on_disk=False, same_host=True),
+    "worker-token": lambda stack: _by_role(stack, "worker"),
+    "tenant-token": lambda stack: _by_role(stack, f"tenant:{TENANT}"),
 }
 
 
