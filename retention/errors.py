@@ -3,6 +3,7 @@
     RetentionError
     |-- PolicyInvalid     (also ValueError) a policy document, or a change of one, that must not be applied
     |-- SelectionInvalid  (also ValueError) a space, key or tenant that is malformed or not unique
+    |-- TraceInvalid      (also ValueError) a trace of traffic that cannot be replayed; which line, and why
     `-- NothingMatched    a well-formed selection that no stored block, space or pin answers to
 
 Errors of the store itself are ``kvstore.errors.StoreError`` and pass through unchanged.
@@ -26,6 +27,10 @@ class PolicyInvalid(RetentionError, ValueError):
 
 
 class SelectionInvalid(RetentionError, ValueError):
+    pass
+
+
+class TraceInvalid(RetentionError, ValueError):
     pass
 
 

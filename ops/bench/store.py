@@ -29,7 +29,7 @@ from ops.bench.ground import BenchFailed, Ground, Progress, Settings, ground, qu
 from ops.bench.measure import Case, Measured, run
 from ops.bench.peers import PEERS
 from ops.bench.served import memory_bytes
-from ops.bench.traces import TraceError
+from retention.errors import TraceInvalid
 
 GROUPS = ("get", "put", "disk", "cold", "lookup", "beside", "mixed", "restart", "trace")
 SIZE_MIN, SIZE_MAX, PAGE_BYTES = 4 * KIB, 16 * MIB, 4 * KIB
@@ -209,7 +209,7 @@ def _run_trace(report: Report, here: Ground, ends_s: float) -> None:
         return
     try:
         report.traces |= trace_cases.replay(here)
-    except (*FAILURES, TraceError) as error:
+    except (*FAILURES, TraceInvalid) as error:
         report.skipped["trace"] = f"failed: {error}"
         here.progress(f"trace failed: {error}")
 

@@ -63,7 +63,7 @@ class Totals:
 
 
 def replay(ground: Ground) -> dict[str, dict[str, float]]:
-    """Replay the pattern of the settings; figures by its name. Raises BenchFailed, TraceError, OSError."""
+    """Replay the pattern of the settings; figures by its name. Raises BenchFailed, TraceInvalid, OSError."""
     settings = ground.settings
     if settings.trace is None:
         accesses, name = multi_turn(*MULTI_TURN, SEED), "multi-turn (made up)"

@@ -13,7 +13,8 @@ from kvstore.limits import KIB
 from ops.bench import trace_cases
 from ops.bench.ground import Settings, ground, quick
 from ops.bench.trace_cases import replay
-from ops.bench.traces import Access, TraceError, multi_turn, read
+from ops.bench.traces import Access, multi_turn, read
+from retention.errors import TraceInvalid
 
 
 def lines(path: Path, rows: list[object]) -> Path:
@@ -59,7 +60,7 @@ def test_line_that_is_no_request_is_named(tmp_path: Path, row: str) -> None:
     """A damaged trace is refused with the line's number."""
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 1, "hash_ids": [1]}\n' + row + "\n")
-    with pytest.raises(TraceError, match="line 2"):
+    with pytest.raises(TraceInvalid, match="line 2"):
         read(path, requests=10, seed=1)
 
 
