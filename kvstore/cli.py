@@ -88,6 +88,10 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             str | None,
             typer.Option(help="How fast stored blocks are verified in the background; 0: not. [default: 20MiB/s]"),
         ] = None,
+        free_min: Annotated[
+            str | None,
+            typer.Option(help="Left free on each file system; 0: nothing. [default: 1 % of it, at most 10GiB]"),
+        ] = None,
         drain: Annotated[
             str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
         ] = None,
@@ -112,6 +116,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "state_ttl": state_ttl,
             "sweep_every": sweep_every,
             "scrub_rate": scrub_rate,
+            "free_min": free_min,
             "drain": drain,
             "same_host": same_host,
         }
@@ -162,12 +167,24 @@ def _print_stats(address: str, stats: Mapping[str, Any]) -> None:
         return
     table = Table(title=address, title_justify="left", show_header=False)
     for name, value in stats.items():
+        if name == "volumes":
+            continue
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 table.add_row(f"{name} {str(key)[:16]}", _shown(name, inner))
         else:
             table.add_row(name, _shown(name, value))
     console.print(table)
+    _print_volumes(console, stats.get("volumes", {}))
+
+
+def _print_volumes(console: Console, volumes: Mapping[str, Mapping[str, Any]]) -> None:
+    """A column for each data directory: its state first."""
+    table = Table("volume", *volumes)
+    for name in next(iter(volumes.values()), {}):
+        table.add_row(name, *(_shown(name, row.get(name, "")) for row in volumes.values()))
+    if volumes:
+        console.print(table)
 
 
 def _shown(name: str, value: object) -> str:

@@ -35,7 +35,8 @@ class StoreConfig:
     ``unix``: path of the Unix socket, or None for DATA/store.sock. ``policy``: used when the
     store is made; later changes go through ``reprise retention policy set``. ``segment_bytes`` None: by the capacity.
     ``same_host``: lend segments to clients on the Unix socket, and take puts from their memory. ``scrub_bytes_per_s``:
-    how fast each data directory is verified in the background, 0 for not at all.
+    how fast each data directory is verified in the background, 0 for not at all. ``free_min_bytes``: what is left
+    free on the file system of each data directory, None for a hundredth of it.
     """
 
     data: tuple[Path, ...]
@@ -54,6 +55,7 @@ class StoreConfig:
     connections_max: int = limits.CONNECTIONS_MAX
     same_host: bool = True
     scrub_bytes_per_s: int = SCRUB_BYTES_PER_S_DEFAULT
+    free_min_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -118,10 +120,14 @@ def _bytes(value: object) -> int:
     return parse_bytes(_text(value))
 
 
+def _bytes_or_none(value: object) -> int:
+    """Bytes; 0 from ``0`` or ``off``."""
+    return 0 if _text(value) in ("0", OFF) else _bytes(value)
+
+
 def _rate(value: object) -> int:
     """Bytes a second from ``20MiB/s`` or ``20MiB``; 0 from ``0`` or ``off``."""
-    text = _text(value)
-    return 0 if text in ("0", OFF) else parse_bytes(text.removesuffix("/s"))
+    return _bytes_or_none(_text(value).removesuffix("/s"))
 
 
 def _seconds(value: object) -> float:
@@ -157,6 +163,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "connections_max": ("connections_max", _count),
     "same_host": ("same_host", _switch),
     "scrub_rate": ("scrub_bytes_per_s", _rate),
+    "free_min": ("free_min_bytes", _bytes_or_none),
 }
 """Key in the TOML file (and option of the command line) -> field, and how its value is read."""
 

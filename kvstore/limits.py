@@ -83,6 +83,10 @@ SEGMENT_BYTES_MAX = 4 * GIB
 CAPACITY_BYTES_MIN = 8 * MIB
 TOMBSTONES_MAX = 262_144
 """Removed keys whose reason is remembered (for explain); the oldest is forgotten."""
+FREE_MIN_SHARE = 0.01
+"""Of a file system, what a volume leaves free unless told otherwise; puts that need more are refused."""
+FREE_MIN_BYTES_MAX = 10 * GIB
+"""The share above is never more than this."""
 STATE_POOL_BYTES_DEFAULT = 512 * MIB
 STATE_TTL_S_DEFAULT = 600.0
 SCAN_PAGE_MAX = 10_000

@@ -94,6 +94,12 @@ class Files:
             return False
         return True
 
+    def space(self, path: Path) -> tuple[int, int]:
+        """Bytes of the file system of a path: free for this process, and all that it could ever use of it."""
+        facts = os.statvfs(path)
+        usable = facts.f_blocks - facts.f_bfree + facts.f_bavail
+        return facts.f_bavail * facts.f_frsize, usable * facts.f_frsize
+
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
 

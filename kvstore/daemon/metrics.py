@@ -21,7 +21,19 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 COUNTERS = frozenset(
     (
-        *("hits", "misses", "puts", "touches", "replaced", "refused", "altered", "evicted", "expired", "purged"),
+        *(
+            "hits",
+            "misses",
+            "puts",
+            "touches",
+            "replaced",
+            "refused",
+            "shed_low_space",
+            "altered",
+            "evicted",
+            "expired",
+            "purged",
+        ),
         *("corrupt", "quarantined", "bytes_written", "bytes_read", "extents_read", "write_errors", "read_errors"),
         *("blocks_rewritten", "segments_recycled", "read_us", "timed_bytes", "index_errors", "index_compactions"),
         *("scrub_bytes", "scrub_damaged", "scrub_quarantined", "scrub_gave_way", "clock_jumps"),
@@ -82,7 +94,9 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._stats().items():
-            if isinstance(value, Mapping):
+            if name == "volumes":
+                yield from _by_volume(value)
+            elif isinstance(value, Mapping):
                 yield from _labelled(name, value)
             elif isinstance(value, (int, float)):
                 yield _family(name, "", [])([], float(value))
@@ -99,9 +113,20 @@ def _labelled(name: str, values: Mapping[str, Any]) -> Iterable[Metric]:
             yield metric
 
 
-def _family(name: str, text: str, labels: list[str]) -> Callable[[list[str], float], Metric]:
+def _by_volume(volumes: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
+    """Each number of the volumes, by volume."""
+    for name in next(iter(volumes.values()), {}):
+        values = {path: row[name] for path, row in volumes.items() if isinstance(row.get(name), (int, float))}
+        add = _family(name, f"{name} of a volume", ["volume"], prefix="reprise_store_volume_")
+        metrics = [add([path], float(value)) for path, value in values.items()]
+        yield from metrics[-1:]
+
+
+def _family(
+    name: str, text: str, labels: list[str], prefix: str = "reprise_store_"
+) -> Callable[[list[str], float], Metric]:
     """A way to add samples to one new metric family."""
-    metric_name = "reprise_store_" + re.sub(r"[^a-z0-9_]", "_", name.lower())
+    metric_name = prefix + re.sub(r"[^a-z0-9_]", "_", name.lower())
     documentation = text or f"{name} of the store's stats"
     family: CounterMetricFamily | GaugeMetricFamily
     if name in COUNTERS:

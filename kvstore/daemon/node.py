@@ -37,6 +37,7 @@ from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.tallies import merge_effects
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
+from kvstore.daemon.watermark import Watermark
 from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, Unavailable
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
 from kvstore.limits import (
@@ -94,6 +95,8 @@ class NodeConfig:
     background: bool = False
     scrub_bytes_per_s: int = 0
     """Of each directory; 0: nothing is verified in the background."""
+    free_min_bytes: int | None = 0
+    """Left free on each directory's file system; None: a share of it."""
 
 
 class Node:
@@ -134,7 +137,8 @@ class Node:
         if not config.directories or len(set(config.directories)) != len(config.directories):
             raise ValueError("a node needs one data directory or more, each once")
         _raise_open_files_limit()
-        _check_capacity(config, rules)
+        files = files or Files()
+        free_min_bytes = _check_capacity(config, rules, files)
         opened: list[Volume] = []
         shards: list[Shard] = []
         try:
@@ -148,17 +152,18 @@ class Node:
             if rules is not None and in_force.rules != rules:
                 log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
             pins = _pin_ends(catalog.content.pins)
-            for volume, layout in zip(opened, layouts, strict=True):
+            for volume, layout, free_min in zip(opened, layouts, free_min_bytes, strict=True):
                 shards.append(
                     Shard.open(
                         volume,
                         layout,
-                        files or Files(),
+                        files,
                         in_force.rules,
                         pins,
                         new_generation=new_generation,
                         now_s=int(BoundedClock(clock).now_s()),
                         commit_window_s=config.commit_window_s,
+                        watermark=Watermark(files, volume.path, free_min),
                     )
                 )
         except BaseException:
@@ -467,6 +472,7 @@ class Node:
             **merge_progress([scrubber.stats() for scrubber in self._scrubbers]),
             "unknown_classes": len(unknown),
             "shards": len(self._shards),
+            "volumes": {str(shard.volume.path): shard.condition.report() for shard in self._shards},
             "clock_jumps": self._clock_watch.jumps,
             "uptime_s": time.monotonic() - self._started_s,
             "class_blocks": _by_class(effects, rules, lambda effect: effect.blocks),
@@ -605,13 +611,15 @@ class Node:
                 log.exception("sweep_failed")
 
 
-def _check_capacity(config: NodeConfig, rules: ClassRules | None) -> None:
-    """Refuse what could never work before anything is made on disk. Raises VolumeError, ValueError."""
+def _check_capacity(config: NodeConfig, rules: ClassRules | None, files: Files) -> list[int]:
+    """Refuse what could never work before anything is made on disk. Raises VolumeError, ValueError.
+
+    Returns the bytes to leave free on each directory's file system.
+    """
     share_bytes = config.capacity_bytes // len(config.directories)
     divide(share_bytes, config.segment_bytes)
     check_rules(rules, share_bytes * len(config.directories))
-    for path in config.directories:
-        check_file_system(Path(path), share_bytes)
+    return [check_file_system(Path(path), share_bytes, config.free_min_bytes, files) for path in config.directories]
 
 
 def _grouped(homes: Iterable[Shard]) -> dict[Lender, Sequence[int]]:

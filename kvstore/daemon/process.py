@@ -77,6 +77,7 @@ def _node_config(config: StoreConfig) -> NodeConfig:
         sweep_interval_s=config.sweep_every_s,
         background=True,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
+        free_min_bytes=config.free_min_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 Owns the order of reclaiming. Does not know files, locks or blocks' contents; the shard carries the choice out. Order:
 segments whose every promise is past; segments mostly dead, whose few living blocks move on (nothing is lost); then
 living blocks, by class priority down to each class's floor, earliest promise first, whole segments. Pinned blocks are
-never dropped.
+never dropped, and no living block at all where only lossless steps are asked for.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Step:
     action: Action
 
 
-def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules) -> Step | None:
-    """The next segment to recycle, or None if everything is protected."""
+def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless: bool = False) -> Step | None:
+    """The next segment to recycle, or None if everything is protected. ``lossless``: no living block may go."""
     idle = [usage for usage in usages if not usage.busy]
     empty = [usage for usage in idle if usage.alive_bytes == 0]
     if empty:
@@ -65,6 +65,8 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules) -> Step | N
     sparse = [usage for usage in idle if _is_sparse(usage.alive_bytes, usage)]
     if sparse:
         return Step(min(sparse, key=lambda usage: (usage.alive_bytes, usage.segment)).segment, Action.MOVE_ALIVE)
+    if lossless:
+        return None
     class_bytes = _bytes_by_class(usages)
     for usage in sorted(idle, key=lambda usage: (_priority(rules, usage), usage.promise_until_s, usage.begun)):
         if class_bytes[usage.class_byte] - usage.segment_bytes < _floor_bytes(rules, usage):

@@ -69,12 +69,15 @@ class Reclaimer:
 
     def segment_for(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
         """A segment with room for a new record of a class and expiry day, recycling others if need be;
-        None: refused.
+        None: refused. No living block goes because others have filled the file system.
         """
         segments = self._ledger.segments
         segment = segments.open_for(class_byte, day, record_bytes)
         while segment is None:
-            if not self._make_room(lambda: segments.free_count > SPARE_SEGMENTS, now_s):
+            held_back = segments.held_back
+            if not self._make_room(
+                lambda: segments.free_count > SPARE_SEGMENTS and not segments.held_back, now_s, lossless=held_back
+            ):
                 return None
             segment = segments.open_for(class_byte, day, record_bytes) or segments.begin(
                 class_byte, day, now_s, spare=SPARE_SEGMENTS
@@ -191,7 +194,7 @@ class Reclaimer:
                 self._ledger.segments.forget(segment)
             log.error("segment_vanished path=%s blocks=%d", segment.path, len(slots))
 
-    def _make_room(self, enough: Callable[[], bool], now_s: int) -> bool:
+    def _make_room(self, enough: Callable[[], bool], now_s: int, *, lossless: bool = False) -> bool:
         """Recycle victims until there is enough; False if everything that is left is protected or stuck."""
         passed_over: set[int] = set()
         for _ in range(2 * len(self._ledger.segments.segments) + 2):
@@ -199,7 +202,7 @@ class Reclaimer:
                 return True
             usages = self.usages(now_s)
             marked = [replace(usage, busy=True) if usage.segment in passed_over else usage for usage in usages]
-            step = choose_victim(marked, self._rules())
+            step = choose_victim(marked, self._rules(), lossless=lossless)
             if step is None:
                 return False
             if not self._carry_out(step, now_s):

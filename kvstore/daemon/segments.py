@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.segment import DRAFT_SUFFIX, FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
+from kvstore.daemon.watermark import Watermark
 from kvstore.errors import VolumeError
 
 SPARE_SEGMENTS = 1
@@ -33,11 +34,13 @@ class SegmentSet:
         segment_bytes: int,
         segments_max: int,
         new_generation: Callable[[], int],
+        watermark: Watermark | None = None,
     ) -> None:
         self._files = files
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._new_generation = new_generation
+        self.watermark = watermark or Watermark(files, directory)
         self.segments_max = segments_max
         self.segments: dict[int, Segment] = {}
         """By number. Replaced as a whole, never changed: readers outside the writer's lock iterate over it."""
@@ -59,12 +62,13 @@ class SegmentSet:
         segments_max: int,
         new_generation: Callable[[], int],
         now_s: int,
+        watermark: Watermark | None = None,
     ) -> SegmentSet:
         """Open every segment file; one whose first page is damaged is removed, since its records cannot be trusted.
 
         Raises VolumeError for one that cannot be opened at all: its blocks may be good.
         """
-        found = cls(files, directory, segment_bytes, segments_max, new_generation)
+        found = cls(files, directory, segment_bytes, segments_max, new_generation, watermark)
         directory.mkdir(exist_ok=True)
         for draft in directory.glob(f"*{DRAFT_SUFFIX}"):
             files.unlink(draft)
@@ -108,6 +112,14 @@ class SegmentSet:
         return len(self.free) + growth
 
     @property
+    def held_back(self) -> bool:
+        """Whether only the watermark stands against another segment: the volume is not full, its file system is."""
+        return self.free_count > SPARE_SEGMENTS and not self.free and not self._may_create()
+
+    def _may_create(self) -> bool:
+        return self.watermark.allows(self._segment_bytes)
+
+    @property
     def open_max(self) -> int:
         """Segments filled at once; beyond, the longest open is sealed."""
         return max(2, self.segments_max // 8)
@@ -127,7 +139,7 @@ class SegmentSet:
         """Take a free segment for a class and day, leaving ``spare`` untouched; None if there is none that can be
         written.
         """
-        while self.free_count > spare:
+        while self.free_count > spare and (self.free or self._may_create()):
             segment = self._begin_one(class_byte, day, now_s)
             if segment is not None:
                 self._count_begun(segment)

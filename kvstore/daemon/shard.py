@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.columns import Incoming
+from kvstore.daemon.condition import Condition
 from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
@@ -49,6 +50,7 @@ from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, effects_of
 from kvstore.daemon.volume import SCRUB_NAME, Volume, VolumeLayout
+from kvstore.daemon.watermark import Watermark
 from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
@@ -96,6 +98,7 @@ class Shard:
         self._owed: set[Segment] = set()
         """Segments that somebody waits to see on disk."""
         self._sealer = Sealer(self._seal)
+        self.condition = Condition(parts.ledger, parts.layout)
 
     @classmethod
     def open(
@@ -109,6 +112,7 @@ class Shard:
         new_generation: Callable[[], int],
         now_s: int,
         commit_window_s: float,
+        watermark: Watermark | None = None,
     ) -> Shard:
         """Open a locked volume: its segments, its index (rebuilt if need be), and everything acknowledged.
 
@@ -116,7 +120,7 @@ class Shard:
         """
         begin_s = time.monotonic()
         segments = SegmentSet.open(
-            files, volume.segments_path, layout.segment_bytes, layout.segments_max, new_generation, now_s
+            files, volume.segments_path, layout.segment_bytes, layout.segments_max, new_generation, now_s, watermark
         )
         index: Index | None = None
         try:

@@ -34,6 +34,8 @@ class Counters:
     touches: int = 0
     replaced: int = 0
     refused: int = 0
+    shed_low_space: int = 0
+    """Those of the refused that needed a new file below the watermark."""
     altered: int = 0
     purged: int = 0
     expired: int = 0

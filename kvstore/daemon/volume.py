@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.daemon.files import sync_directory, write_atomically
+from kvstore.daemon.files import Files, sync_directory, write_atomically
 from kvstore.daemon.segment import FIRST_RECORD
+from kvstore.daemon.watermark import free_min_of
 from kvstore.errors import VolumeError, VolumeFormat, VolumeInUse
 from kvstore.limits import (
     CAPACITY_BYTES_MIN,
@@ -163,13 +164,17 @@ class Volume:
             self._lock_fd = -1
 
 
-def check_file_system(path: Path, capacity_bytes: int) -> None:
+def check_file_system(
+    path: Path, capacity_bytes: int, free_min_bytes: int | None = 0, files: Files | None = None
+) -> int:
     """Raise VolumeError if the file system could never hold the capacity; warn if it cannot now.
 
-    The directory need not exist yet, and is not made.
+    The directory need not exist yet, and is not made. Returns the bytes to leave free, see ``watermark.free_min_of``.
     """
     try:
-        facts = os.statvfs(next(place for place in (path, *path.absolute().parents) if place.exists()))
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        facts = os.statvfs(place)
+        space = (files or Files()).space(place)
     except OSError as error:
         raise VolumeError(f"data directory {path} cannot be used: {error.strerror}") from error
     if capacity_bytes > facts.f_blocks * facts.f_frsize:
@@ -179,6 +184,7 @@ def check_file_system(path: Path, capacity_bytes: int) -> None:
         )
     if capacity_bytes > facts.f_bavail * facts.f_frsize:
         log.warning("capacity_beyond_free_space path=%s free_bytes=%d", path, facts.f_bavail * facts.f_frsize)
+    return free_min_of(path, space, capacity_bytes, free_min_bytes)
 
 
 def _lock(path: Path) -> int:

@@ -238,6 +238,8 @@ class Writer:
             needed = int(batch.record_bytes[pending[at]])
             segment = self._reclaimer.segment_for(batch.class_byte, day, needed, batch.now_s)
             if segment is None:
+                if self._ledger.segments.held_back:
+                    self._ledger.counters.shed_low_space += len(pending) - at
                 return
             run = _fitting(pending[at:], batch.record_bytes, segment.room_bytes)
             done = self._write_run(batch, run, segment)
