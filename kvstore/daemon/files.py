@@ -78,6 +78,11 @@ class Files:
         if _sync_file_range is not None:
             _sync_file_range(fd, offset, count, _SYNC_FILE_RANGE_WRITE)
 
+    def read_ahead(self, fd: int, offset: int, count: int) -> None:
+        """Let the device begin to read into the page cache. Promises nothing."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
+
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore import limits
 from kvstore.daemon.ledger import Taken
+from kvstore.daemon.record import HEADER_BYTES
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
 from kvstore.extents import ASK, LENT, MADE, MISS, ROW, ExtentStatus, Rows
@@ -68,6 +69,14 @@ class Loan:
             return
         self.rows[positions], self.payload_bytes[positions] = taken.rows, taken.payload_bytes
         self.codecs[positions] = taken.codec
+
+    def read_ahead(self) -> None:
+        """Let every volume but the first begin to read, since a reader takes one file after another."""
+        first = self.files[0][0].path.parent if self.files else None
+        for at in np.flatnonzero(self.rows["status"] == LENT).tolist():
+            segment = self.files[int(self.rows["file"][at])][0]
+            if segment.path.parent != first:
+                segment.read_ahead(int(self.rows["offset"][at]), HEADER_BYTES + int(self.payload_bytes[at]))
 
     def refuse_other_sizes(self, wanted_bytes: npt.NDArray[np.uint32]) -> None:
         """Lend only blocks of the lengths that are asked for."""

@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -29,16 +30,17 @@ from kvstore.daemon.checks import check_class, check_count, check_flags, check_p
 from kvstore.daemon.clock import BoundedClock, ClockWatch
 from kvstore.daemon.columns import Incoming, incoming
 from kvstore.daemon.files import Files
+from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
 from kvstore.daemon.presence import FOREVER_S, digest_words, key_words
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
-from kvstore.daemon.tallies import merge_effects
+from kvstore.daemon.tallies import by_class, by_space, merge_effects
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
 from kvstore.daemon.watermark import Watermark
-from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, Unavailable
+from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, StoreError, Unavailable
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
@@ -54,7 +56,6 @@ from kvstore.store import (
     BlockInfo,
     BlockPut,
     Buffer,
-    ClassEffect,
     Clock,
     Effect,
     GetStatus,
@@ -69,8 +70,7 @@ from kvstore.store import (
 from kvstore.traffic import ClassRules, TrafficClass
 from kvstore.wire import PackedNames, keys_of
 
-SPACES_IN_STATS = 256
-"""Spaces that stats list by themselves; the smaller ones are summed up as ``other``."""
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class Node:
         self._shards = tuple(shards)
         self._catalog = catalog
         self._states = states
+        self._lanes = Lanes(self._shards)
         self._catalog_lock = threading.Lock()
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
@@ -242,13 +243,19 @@ class Node:
         if len(names) != len(buffers):
             raise ValueError(f"{len(names)} names but {len(buffers)} buffers")
         end_s = time.monotonic() + deadline_s
-        statuses: list[GetStatus] = []
-        for name, buffer in zip(names, buffers, strict=True):
-            if time.monotonic() >= end_s:
-                statuses.append(GetStatus.DEADLINE)
-            else:
-                view = memoryview(buffer).cast("B")
-                statuses.append(self._home(name).read_into(space_id, name, view, self._clock.now_s()))
+        statuses = [GetStatus.DEADLINE] * len(names)
+
+        def read(shard: Shard, positions: Sequence[int]) -> None:
+            for at in positions:
+                if time.monotonic() >= end_s:
+                    return
+                view = memoryview(buffers[at]).cast("B")
+                statuses[at] = shard.read_into(space_id, names[at], view, self._clock.now_s())
+
+        homes = _grouped(map(self._home, names)) if len(self._shards) > 1 else {self._shards[0]: range(len(names))}
+        for failure in self._lanes.run({shard: partial(read, shard, part) for shard, part in homes.items()}).values():
+            if failure is not None:
+                raise failure
         return statuses
 
     def open_payload(self, space_id: SpaceId, name: BlockName) -> PayloadLease | None:
@@ -259,10 +266,13 @@ class Node:
     def lend(self, space_id: SpaceId, names: PackedNames) -> Loan:
         """Where many blocks lie, for reading from their files until the loan is closed."""
         self._check_open()
-        homes: dict[Lender, Sequence[int]] = {self._shards[0]: range(len(names))}
-        if len(self._shards) > 1 and names:
-            homes = _grouped(map(self._home, names))
-        return lend(homes, space_id, names, self._clock.now_s())
+        now_s = self._clock.now_s()
+        if len(self._shards) == 1 or not names:
+            return lend({self._shards[0]: range(len(names))}, space_id, names, now_s)
+        homes: dict[Lender, Sequence[int]] = dict(_grouped(map(self._home, names)).items())
+        loan = lend(homes, space_id, names, now_s)
+        loan.read_ahead()
+        return loan
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool:
         """A reader saw bad bytes: verify here; True if the block was bad and is quarantined. Good blocks stay."""
@@ -293,12 +303,21 @@ class Node:
                 f"blocks of {len(blocks[0].payload)} bytes do not fit a segment, which takes "
                 f"{self._shards[0].payload_bytes_max}: make the store with larger segments"
             )
-        for shard, positions in homes.items():
+
+        def store(shard: Shard, positions: Sequence[int]) -> None:
             left_s = max(0.0, end_s - time.monotonic())
             part = batch if len(positions) == len(blocks) else batch.pick(positions)
             results = shard.put(space_id, part, traffic_class, int(self._clock.now_s()), ack, left_s)
             for position, outcome in zip(positions, results, strict=True):
                 outcomes[position] = outcome
+
+        done = self._lanes.run({shard: partial(store, shard, part) for shard, part in homes.items()})
+        failures = {shard: failure for shard, failure in done.items() if failure is not None}
+        if failures and len(failures) == len(homes):
+            raise next(iter(failures.values()))
+        for shard in failures:  # the others have theirs
+            for position in homes[shard]:
+                outcomes[position] = PutOutcome.UNREACHABLE
         return outcomes
 
     def touch(
@@ -436,7 +455,7 @@ class Node:
         self._check_open()
         now_s = int(self._clock.now_s())
         self._states.expire()
-        results = [shard.sweep(now_s, apply=apply) for shard in self._shards]
+        results = self._on_each(lambda shard: shard.sweep(now_s, apply=apply))
         return Effect(
             apply,
             merge_effects(effect for swept in results for effect in swept.removed),
@@ -475,9 +494,9 @@ class Node:
             "volumes": {str(shard.volume.path): shard.condition.report() for shard in self._shards},
             "clock_jumps": self._clock_watch.jumps,
             "uptime_s": time.monotonic() - self._started_s,
-            "class_blocks": _by_class(effects, rules, lambda effect: effect.blocks),
-            "class_bytes": _by_class(effects, rules, lambda effect: effect.payload_bytes),
-            "space_bytes": _by_space(effects),
+            "class_blocks": by_class(effects, rules, lambda effect: effect.blocks),
+            "class_bytes": by_class(effects, rules, lambda effect: effect.payload_bytes),
+            "space_bytes": by_space(effects),
         }
 
     def accounting(self) -> list[dict[str, int]]:
@@ -500,6 +519,7 @@ class Node:
             self._sweeper.join(timeout=10.0)
         for scrubber in self._scrubbers:
             scrubber.stop(save=sync)
+        self._lanes.close()
         for shard in self._shards:
             shard.close(sync=sync)
 
@@ -549,13 +569,25 @@ class Node:
     def _delete(self, space_id: SpaceId, keys: list[BlockKey] | None, deadline_s: float) -> int:
         end_s = time.monotonic() + deadline_s
         now_s = int(self._clock.now_s())
-        count = sum(shard.delete(space_id, keys, now_s, max(0.0, end_s - time.monotonic())) for shard in self._shards)
+        count = sum(
+            self._on_each(lambda shard: shard.delete(space_id, keys, now_s, max(0.0, end_s - time.monotonic())))
+        )
         with self._catalog_lock:
             pinned = self._catalog.content.pins
             self._drop_pins(
                 {place for place in pinned if place[0] == space_id and (keys is None or place[1] in set(keys))}
             )
         return count
+
+    def _on_each(self, work: Callable[[Shard], T]) -> list[T]:
+        """What every shard gives. Raises the first ``StoreError``, after all were tried."""
+        done = self._lanes.run({shard: partial(work, shard) for shard in self._shards})
+        results: list[T] = []
+        for result in done.values():
+            if isinstance(result, StoreError):
+                raise result
+            results.append(result)
+        return results
 
     def _drop_pins(self, places: set[tuple[SpaceId, BlockKey]]) -> int:
         pins = self._catalog.content.pins
@@ -622,9 +654,9 @@ def _check_capacity(config: NodeConfig, rules: ClassRules | None, files: Files) 
     return [check_file_system(Path(path), share_bytes, config.free_min_bytes, files) for path in config.directories]
 
 
-def _grouped(homes: Iterable[Shard]) -> dict[Lender, Sequence[int]]:
+def _grouped(homes: Iterable[Shard]) -> dict[Shard, Sequence[int]]:
     """Positions by shard."""
-    groups: dict[Lender, list[int]] = {}
+    groups: dict[Shard, list[int]] = {}
     for at, shard in enumerate(homes):
         groups.setdefault(shard, []).append(at)
     return {**groups}
@@ -638,25 +670,6 @@ def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:
 
 def _pin_ends(pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> Pins:
     return {place: min(pin.until_s or FOREVER_S, FOREVER_S) for place, pin in pins.items()}
-
-
-def _by_class(effects: Sequence[ClassEffect], rules: ClassRules, value: Callable[[ClassEffect], int]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for effect in effects:
-        name = rules.name_of(effect.class_byte)
-        totals[name] = totals.get(name, 0) + value(effect)
-    return totals
-
-
-def _by_space(effects: Sequence[ClassEffect]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for effect in effects:
-        totals[effect.space_id.hex()] = totals.get(effect.space_id.hex(), 0) + effect.payload_bytes
-    ordered = sorted(totals.items(), key=lambda item: -item[1])
-    listed = dict(ordered[:SPACES_IN_STATS])
-    if len(ordered) > SPACES_IN_STATS:
-        listed["other"] = sum(size for _, size in ordered[SPACES_IN_STATS:])
-    return listed
 
 
 def _raise_open_files_limit() -> None:

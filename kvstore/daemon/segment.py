@@ -266,6 +266,10 @@ class Segment:
         """Let the device begin with what was appended from ``begin`` on: somebody is going to wait for it."""
         self.files.hasten(self.fd, begin, self.end - begin)
 
+    def read_ahead(self, offset: int, count: int) -> None:
+        """Let the device begin to read: somebody is going to ask for it."""
+        self.files.read_ahead(self.fd, offset, count)
+
     def sync(self, *, if_dirty: bool = False) -> None:
         """Make everything appended so far durable. Raises OSError (and marks the segment failed and unsafe).
 

@@ -5,7 +5,7 @@ Owns no lock: counters are changed under the shard's, or are plain increments wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,6 +14,10 @@ from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.presence import PresenceMap
 from kvstore.keys import SpaceId
 from kvstore.store import ClassEffect
+from kvstore.traffic import ClassRules
+
+SPACES_IN_STATS = 256
+"""Spaces that stats list by themselves; the smaller ones are summed up as ``other``."""
 
 
 @dataclass(slots=True)
@@ -78,3 +82,24 @@ def merge_effects(effects: Iterable[ClassEffect]) -> tuple[ClassEffect, ...]:
         blocks, size = totals.get((effect.class_byte, effect.space_id), (0, 0))
         totals[(effect.class_byte, effect.space_id)] = (blocks + effect.blocks, size + effect.payload_bytes)
     return tuple(ClassEffect(key[0], key[1], *totals[key]) for key in sorted(totals))
+
+
+def by_class(effects: Sequence[ClassEffect], rules: ClassRules, value: Callable[[ClassEffect], int]) -> dict[str, int]:
+    """Sums of a value by class name."""
+    totals: dict[str, int] = {}
+    for effect in effects:
+        name = rules.name_of(effect.class_byte)
+        totals[name] = totals.get(name, 0) + value(effect)
+    return totals
+
+
+def by_space(effects: Sequence[ClassEffect]) -> dict[str, int]:
+    """Payload bytes of the largest spaces by id (hex), and of the others together."""
+    totals: dict[str, int] = {}
+    for effect in effects:
+        totals[effect.space_id.hex()] = totals.get(effect.space_id.hex(), 0) + effect.payload_bytes
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
+    listed = dict(ordered[:SPACES_IN_STATS])
+    if len(ordered) > SPACES_IN_STATS:
+        listed["other"] = sum(size for _, size in ordered[SPACES_IN_STATS:])
+    return listed
