@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.daemon.fingerprints import WORD_MAX, FingerprintTable, Slots, Words, grown
+from kvstore.daemon.holdings import NEVER_S, Holdings
 from kvstore.daemon.index import Rows, place_words
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX, RecordHeader
 from kvstore.daemon.shapes import Shape, Shapes
@@ -119,6 +120,7 @@ class PresenceMap:
         self._touches: dict[int, Touches] = {}
         """By slot, of rows with more than one pair: all pairs."""
         self._pins_s: dict[int, int] = {}
+        self._holdings = Holdings()
         self._factors = [secrets.randbits(64) | 1 for _ in range(5)]
         self._secrets = np.array(self._factors, dtype=np.uint64)
 
@@ -268,6 +270,31 @@ class PresenceMap:
         """Rows that a pin holds."""
         return np.array([slot for slot, until_s in self._pins_s.items() if until_s > now_s], dtype=np.int64)
 
+    def holdings(self, now_s: int) -> Holdings:
+        """What each segment holds now."""
+        doubted = self._holdings.in_doubt(now_s)
+        if doubted:
+            self._count(doubted, now_s)
+        return self._holdings
+
+    def _count(self, doubted: Set[int], now_s: int) -> None:
+        """One pass over all rows for the totals of some segments."""
+        wanted = np.array(sorted(doubted), dtype=np.uint64)
+        used = self.used()
+        numbers = self.places[used] >> _PLACE_BITS
+        which = np.searchsorted(wanted, numbers)
+        which[which == len(wanted)] = 0
+        here = wanted[which] == numbers
+        slots, which = used[here], which[here]
+        alive = self.alive(slots, now_s)
+        alive_bytes = np.bincount(which[alive], self.record_bytes_of(slots[alive]), len(wanted))
+        promise_s = np.zeros(len(wanted), dtype=np.int64)
+        np.maximum.at(promise_s, which, self.keep_until_s(slots))
+        next_s = np.full(len(wanted), NEVER_S, dtype=np.int64)
+        np.minimum.at(next_s, which[alive], self.until_s(slots[alive]))
+        for at, number in enumerate(wanted.tolist()):
+            self._holdings.count(number, int(alive_bytes[at]), int(promise_s[at]), now_s, int(next_s[at]))
+
     def from_fingerprint(self, fingerprint: int, count: int, space_id: SpaceId | None) -> Slots:
         """At least ``count`` slots (or all) whose fingerprint is this or greater, the least first."""
         fingerprints = self._table.fingerprints[: self._table.fresh]
@@ -306,6 +333,7 @@ class PresenceMap:
         for position in np.flatnonzero((rows["touch_class"] != 0).sum(axis=1) > 1).tolist():
             pairs = zip(rows["touch_class"][position].tolist(), rows["touch_s"][position].tolist(), strict=True)
             self._set_touches(int(slots[position]), latest_first(pair for pair in pairs if pair[0]))
+        self._hold(slots)
         for position, until_s in (pins_s or {}).items():
             self.pin(int(slots[position]), until_s)
 
@@ -313,8 +341,7 @@ class PresenceMap:
         """Slots to fill for keys: those that they have, freed of what only their old rows had, or new ones."""
         slots = self.slots(words)
         old = slots[slots >= 0]
-        self._forget_more(old)
-        self.shapes.remove(self._shape[old])
+        self._forget(old)
         slots[slots < 0] = self._table.insert(np.ascontiguousarray(words[slots < 0, 0]))
         return slots
 
@@ -329,14 +356,16 @@ class PresenceMap:
         self._shape[slot] = self.shapes.add_one(
             Shape(header.space_id, header.payload_bytes, header.codec, header.flags)
         )
-        ((self._class[slot], self._touch_s[slot]),) = header.touches
+        ((class_byte, touch_s),) = header.touches
+        self._class[slot], self._touch_s[slot] = class_byte, touch_s
+        until_s = touch_s + self.keep_for_s.item(class_byte)
+        self._holdings.add(header.segment, header.record_bytes, until_s, until_s)
         self.pin(slot, pin_s)
 
     def remove(self, slots: Slots) -> None:
         """Drop rows, each once."""
         if len(slots):
-            self._forget_more(slots)
-            self.shapes.remove(self._shape[slots])
+            self._forget(slots)
             self._units[slots] = 0
             self.places[slots] = 0
             self._table.remove(slots)
@@ -345,6 +374,10 @@ class PresenceMap:
         """Count a use; True if the row changed and must be written."""
         merged = merge_touch(self.touches(slot), class_byte, now_s, self.keep_for_s)
         if merged is not None:
+            segment = self.places.item(slot) >> int(_PLACE_BITS)
+            if not self.is_alive(slot, now_s):
+                self._holdings.doubt(segment)
+            self._holdings.extend(segment, now_s + int(self.keep_for_s[class_byte]))
             self._set_touches(slot, merged)
         return merged is not None
 
@@ -370,12 +403,16 @@ class PresenceMap:
         if until_s:
             self._pins_s[slot] = until_s
             self._units[slot] |= _MORE
+            self._holdings.doubt(self.places.item(slot) >> int(_PLACE_BITS))
 
     def unpin_all(self) -> None:
+        for slot in self._pins_s:
+            self._holdings.doubt(self.places.item(slot) >> int(_PLACE_BITS))
         self._pins_s = {}
 
     def set_rules(self, keep_for_s: npt.NDArray[np.int64]) -> None:
         self.keep_for_s = keep_for_s
+        self._holdings.doubt_all()
 
     def _keep_until_s(self, slots: Slots, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         ends: npt.NDArray[np.int64] = self._touch_s[slots] + keep_for_s[self._class[slots]]
@@ -393,7 +430,19 @@ class PresenceMap:
         else:
             self._touches.pop(slot, None)
 
-    def _forget_more(self, slots: Slots) -> None:
+    def _hold(self, slots: Slots) -> None:
+        """Rows were filled: count them to their segments."""
+        segments, sizes, ends_s = self.segments_of(slots), self.record_bytes_of(slots), self.keep_until_s(slots)
+        for number in np.unique(segments).tolist():
+            mine = segments == number
+            self._holdings.add(number, int(sizes[mine].sum()), int(ends_s[mine].min()), int(ends_s[mine].max()))
+
+    def _forget(self, slots: Slots) -> None:
+        """What other tables have of rows that go."""
+        segments, sizes = self.segments_of(slots), self.record_bytes_of(slots)
+        for number in np.unique(segments).tolist():
+            self._holdings.remove(number, int(sizes[segments == number].sum()))
+        self.shapes.remove(self._shape[slots])
         for slot in slots[(self._units[slots] & _MORE) != 0].tolist():
             self._touches.pop(slot, None)
             self._pins_s.pop(slot, None)

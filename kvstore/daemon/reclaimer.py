@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -106,32 +107,26 @@ class Reclaimer:
         """What every segment holds that is not free."""
         with self._ledger.lock:
             presence = self._ledger.presence
-            segments = self._ledger.segments.segments
-            length = max([*segments, 0]) + 1
-            slots = presence.used()
-            numbers = presence.segments_of(slots).astype(np.int64)
-            sizes = presence.record_bytes_of(slots)
-            alive = presence.alive(slots, now_s)
-            alive_bytes = np.bincount(numbers[alive], sizes[alive], length).astype(np.int64)
-            promise_s = np.zeros(length, dtype=np.int64)
-            np.maximum.at(promise_s, numbers, presence.keep_until_s(slots))
+            holdings = presence.holdings(now_s)
             pinned = presence.pinned_slots(now_s)
-            pinned_bytes = np.bincount(
-                presence.segments_of(pinned).astype(np.int64), presence.record_bytes_of(pinned), length
-            ).astype(np.int64)
+            pinned_bytes: Counter[int] = Counter()
+            for number, size in zip(
+                presence.segments_of(pinned).tolist(), presence.record_bytes_of(pinned).tolist(), strict=True
+            ):
+                pinned_bytes[number] += size
             return [
                 SegmentUsage(
                     segment=number,
                     class_byte=segment.header.class_byte,
                     segment_bytes=segment.header.segment_bytes,
                     used_bytes=segment.end - FIRST_RECORD,
-                    alive_bytes=int(alive_bytes[number]),
-                    pinned_bytes=int(pinned_bytes[number]),
-                    promise_until_s=int(promise_s[number]),
+                    alive_bytes=holdings[number].alive_bytes,
+                    pinned_bytes=pinned_bytes[number],
+                    promise_until_s=holdings[number].promise_until_s,
                     begun=segment.begun,
                     busy=segment.failed or segment.leases > 0,
                 )
-                for number, segment in segments.items()
+                for number, segment in self._ledger.segments.segments.items()
                 if segment.header.class_byte != FREE
             ]
 
