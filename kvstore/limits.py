@@ -56,6 +56,12 @@ HELLO_S_MAX = 5.0
 DRAIN_S = 10.0
 """SIGTERM: requests in flight get this long."""
 
+# Access
+REPORTS_BURST_CONNECTION = 64
+REPORTS_PER_S_CONNECTION = 16.0
+REPORTS_BURST = 256
+REPORTS_PER_S = 64.0
+"""Corrupt blocks that a connection, and all together, report at once and a second; then a node answers Overloaded."""
 TOKENS_MAX = 1024
 """Tokens in a daemon's file; more is a ValueError (every HELLO is compared with all of them)."""
 TOKEN_ROLES_MAX = 64

@@ -2,20 +2,24 @@
 
 Owns the decision for one connection and one request, by the peer's token. Does not know the tables (``rights``), how
 tokens are kept (``tokens``), or what a request does. Invariants: what a peer says of itself can only take rights away;
-a token that is no longer taken lets nothing more pass; of a space that is registered nowhere a tenant learns nothing.
+a token that is no longer taken lets nothing more pass; of a space that is registered nowhere a tenant learns nothing;
+reports of corrupt blocks, each of which makes the daemon read one, are bounded in rate by connection and by node.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from kvstore import control, limits, wire
 from kvstore.daemon.admission import Party
+from kvstore.daemon.allowance import Allowance
 from kvstore.daemon.request import Connection, Request
 from kvstore.daemon.rights import OPCODES, SPACED, VERBS, WRITING, Grant, Role
 from kvstore.daemon.tokens import Token, Tokens
-from kvstore.errors import SpaceUnknown, Unauthorized
+from kvstore.errors import Overloaded, SpaceUnknown, Unauthorized
 from kvstore.keys import Space, SpaceId
 
 _NOWHERE = bytes(limits.KEY_BYTES)
@@ -29,11 +33,14 @@ class RegisteredSpaces(Protocol):
 
 
 class Gate:
-    """Decides for every connection. Stateless but for the tokens."""
+    """Decides for every connection."""
 
-    def __init__(self, tokens: Tokens, spaces: RegisteredSpaces) -> None:
+    def __init__(self, tokens: Tokens, spaces: RegisteredSpaces, monotonic: Callable[[], float]) -> None:
         self._tokens = tokens
         self._spaces = spaces
+        self._monotonic = monotonic
+        self._reports = Allowance(limits.REPORTS_BURST, limits.REPORTS_PER_S)
+        self._lock = threading.Lock()
 
     def admit(self, connection: Connection, hello: wire.Hello) -> None:
         """Take a peer's HELLO: what its token allows is the connection's from now on. Raises Unauthorized."""
@@ -73,10 +80,12 @@ class Gate:
             request.body = _NOWHERE[: len(asked)] + request.body[limits.KEY_BYTES :]
 
     def check_verb(self, connection: Connection, verb: str, args: control.Json) -> None:
-        """As ``check``, for a control verb; one that nobody knows is left to who calls it."""
+        """As ``check``, for a control verb; one that nobody knows is left to who calls it. Raises Overloaded too."""
         grant = self._grant_of(connection)
         if verb in control.VERBS and verb not in grant.verbs:
             raise Unauthorized(grant.refusal(verb, VERBS.get(verb, frozenset())))
+        if verb == "report_corrupt":
+            self._bound_reports(connection)
         if not grant.salts:
             return
         if verb == "register_space":
@@ -85,6 +94,15 @@ class Gate:
                 raise Unauthorized("the space does not carry the salt of this token's tenant")
         elif "space_id" in args:
             self._check_reach(grant, control.reading(verb, lambda: control.space_id_of(args["space_id"])))
+
+    def _bound_reports(self, connection: Connection) -> None:
+        now_s = self._monotonic()
+        wait_s = connection.reports.take(now_s)
+        if not wait_s:
+            with self._lock:
+                wait_s = self._reports.take(now_s)
+        if wait_s:
+            raise Overloaded("so many blocks were reported that no more are looked at for a while", wait_s)
 
     def _check_reach(self, grant: Grant, asked: SpaceId) -> None:
         space = self._spaces.space_of(asked)

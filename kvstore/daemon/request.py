@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from kvstore import limits, wire
 from kvstore.daemon.admission import Party
+from kvstore.daemon.allowance import Allowance
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.tokens import Token
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError
@@ -26,10 +27,10 @@ class Connection:
 
     ``token``: what its peer may do, as of a ``version`` of the tokens; None before HELLO. ``trusted``: the peer is on
     this host and may see every block. ``neighbour``: what it shares, once it asked to. ``party``: on whose account it
-    borrows memory.
+    borrows memory. ``reports``: how many more corrupt blocks it may report.
     """
 
-    __slots__ = ("channel", "idle", "neighbour", "party", "token", "trusted", "until_s", "version")
+    __slots__ = ("channel", "idle", "neighbour", "party", "reports", "token", "trusted", "until_s", "version")
 
     def __init__(self, channel: Channel, until_s: float) -> None:
         self.channel = channel
@@ -38,6 +39,7 @@ class Connection:
         self.trusted = False
         self.token: Token | None = None
         self.version = 0
+        self.reports = Allowance(limits.REPORTS_BURST_CONNECTION, limits.REPORTS_PER_S_CONNECTION)
         self.party = Party(connection=id(self))
         self.neighbour: Neighbour | None = None
 

@@ -74,7 +74,7 @@ class Session:
         self._load_rate = LoadRate()
         self._metrics = metrics
         self._name = name
-        self._gate = Gate(tokens, backend)
+        self._gate = Gate(tokens, backend, monotonic)
         self._monotonic = monotonic
         self._outgoing = Outgoing(backend, admission, self._load_rate, metrics, monotonic, lease_s)
         self._incoming = IncomingPuts(backend, admission, metrics)

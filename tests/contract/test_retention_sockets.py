@@ -24,28 +24,35 @@ from retention.policy import load_class_rules
 from retention.session import EXIT_CONFLICT, EXIT_FAILED, EXIT_NOTHING, EXIT_OK, EXIT_USAGE
 from tests.support.spaces import a_chain, a_space, hit_blocks, put_chain
 
-TOKEN = "correct horse battery"
+WORKER = "correct horse battery"
+OPERATOR = "staple of an operator"
 BLOCKS = 6 * STRIPE_BLOCKS
 
 
 class Fleet:
-    """Two nodes behind Unix sockets that ask for a token, a client of both, and the command."""
+    """Two nodes behind Unix sockets that ask for a token, a worker's client of both, and an operator's command."""
 
     def __init__(self, directory: Path) -> None:
         self.clock = ManualClock()
         self.token_file = directory / "token"
-        self.token_file.write_text(f"{TOKEN}\n")
+        self.token_file.write_text(f"{OPERATOR}\n")
+        listed = directory / "tokens.toml"
+        listed.write_text(
+            f'[[tokens]]\ntoken = "{WORKER}"\nroles = ["worker"]\n'
+            f'[[tokens]]\ntoken = "{OPERATOR}"\nroles = ["operator"]\n'
+        )
+        listed.chmod(0o600)
         rules, text = load_class_rules(None)
         self.nodes: list[Node] = []
         self.servers: list[Server] = []
         for name in ("a", "b"):
             config = NodeConfig((directory / name,), 4 * CAPACITY_BYTES_MIN, segment_bytes=MIB)
             node = Node.open(config, self.clock, rules, text)
-            listen = ServerConfig(name, unix_path=directory / f"{name}.sock", tokens=Tokens.open(TOKEN, None))
+            listen = ServerConfig(name, unix_path=directory / f"{name}.sock", tokens=Tokens.open(None, listed))
             self.nodes.append(node)
             self.servers.append(Server.start(listen, node, ServerMetrics()))
         self.addresses = [server.addresses[0] for server in self.servers]
-        self.client = StoreClient.connect(self.addresses, token=TOKEN)
+        self.client = StoreClient.connect(self.addresses, token=WORKER)
 
     def stop(self, at: int) -> None:
         self.servers[at].stop(1.0)
@@ -164,11 +171,13 @@ def test_a_node_that_is_down_is_named_and_hides_no_other(fleet: Fleet) -> None:
     assert fleet.nodes[0].stats()["purged"] == held, "nothing is removed while a node is down"
 
 
-def test_a_wrong_token_is_refused(fleet: Fleet, tmp_path: Path) -> None:
-    """The store's token is needed for every command."""
+@pytest.mark.parametrize("token", ["the secret of another store", WORKER])
+def test_a_wrong_token_is_refused(fleet: Fleet, tmp_path: Path, token: str) -> None:
+    """An operator's token is needed for every command (but to read the policy, which workers may too)."""
     wrong = tmp_path / "wrong"
-    wrong.write_text("the secret of another store")
-    for command in (["show"], ["policy", "get"], ["sweep"], ["pins"], ["purge", "--tenant", "acme"]):
+    wrong.write_text(token)
+    read_policy = [] if token == WORKER else [["policy", "get"]]
+    for command in (["show"], ["sweep"], ["pins"], ["purge", "--tenant", "acme"], *read_policy):
         code, document, error = fleet.run(*command, token_file=wrong)
         assert (code, document) == (EXIT_FAILED, None), command
         assert "Unauthorized" in error

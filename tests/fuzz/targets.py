@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import disk_targets, reader_targets, wire_targets
+from tests.fuzz import access_targets, disk_targets, reader_targets, wire_targets
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -25,6 +25,8 @@ TARGETS: dict[str, Target] = {
     "header": Target(wire_targets.header, wire_targets.header_seeds, 256),
     "control": Target(wire_targets.control_message, wire_targets.control_seeds),
     "conversation": Target(wire_targets.conversation, wire_targets.conversation_seeds),
+    "tokens": Target(access_targets.tokens, access_targets.tokens_seeds),
+    "greeting": Target(access_targets.greeting, access_targets.greeting_seeds, 256),
     "plan": Target(reader_targets.plan, reader_targets.plan_seeds, 512),
     "reader": Target(reader_targets.reader, reader_targets.reader_seeds, 256),
     "record": Target(disk_targets.record, disk_targets.record_seeds, 320),

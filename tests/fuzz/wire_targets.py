@@ -209,7 +209,7 @@ def control_seeds() -> list[bytes]:
     ]
 
 
-class _Wire:
+class Wire:
     """A peer that has sent everything already and reads everything at once, in the shape of a socket."""
 
     family = socket.AF_INET
@@ -242,7 +242,7 @@ class _Wire:
         return
 
 
-_METRICS = ServerMetrics()
+METRICS = ServerMetrics()
 """Of all conversations (making one takes longer than a conversation)."""
 OPCODES = [opcode for opcode in wire.Opcode if opcode is not wire.Opcode.HELLO]
 _HELLO = wire.encode_frame(wire.Opcode.HELLO, 1, wire.encode_hello(wire.Hello(wire.VERSION, KEY_ALGORITHM, b"", "")))
@@ -265,9 +265,9 @@ def conversation(data: bytes) -> None:
         payload = program.take(program.below(64))
         body = program.take(program.below(2048))
         sent.append(wire.encode_frame(opcode, 7, body, payload_bytes=len(payload), deadline_ms=1000) + payload)
-    peer = _Wire(b"".join(sent))
+    peer = Wire(b"".join(sent))
     now_s = [0.0]
-    session = Session(_a_store(), Admission(), _METRICS, "node", Tokens(), lambda: now_s[0])
+    session = Session(_a_store(), Admission(), METRICS, "node", Tokens(), lambda: now_s[0])
     connection = Connection(Channel(peer, lambda: now_s[0]), 30.0)  # type: ignore[arg-type]
     assert session.greet(connection)
     try:
@@ -276,7 +276,7 @@ def conversation(data: bytes) -> None:
     except StoreError:
         pass
     connection.close()
-    faults = _METRICS.registry.get_sample_value("reprise_store_errors_total", {"error": "InternalError"})
+    faults = METRICS.registry.get_sample_value("reprise_store_errors_total", {"error": "InternalError"})
     assert not faults, "the daemon met a fault of its own"
     assert peer.allocated_max <= limits.BODY_BYTES_MAX
 

@@ -64,5 +64,6 @@ def test_a_missing_setting_is_asked_for() -> None:
 
 
 def test_beyond_loopback_with_a_token_is_allowed() -> None:
-    config = load_config(None, {**GIVEN, "listen": "0.0.0.0:7071", "token_file": "/etc/token"})
-    assert isinstance(config, StoreConfig)
+    for name in ("token_file", "tokens"):
+        config = load_config(None, {**GIVEN, "listen": "0.0.0.0:7071", name: "/etc/token"})
+        assert isinstance(config, StoreConfig)

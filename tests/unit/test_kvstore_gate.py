@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -11,18 +12,22 @@ from typing import Any
 
 import pytest
 
+from kvstore import limits
 from kvstore.client import StoreClient
+from kvstore.daemon.gate import Gate
 from kvstore.daemon.node import Node
+from kvstore.daemon.request import Connection
 from kvstore.daemon.server import Server
 from kvstore.daemon.tokens import Tokens
-from kvstore.errors import SpaceUnknown, StoreError, Unauthorized
+from kvstore.errors import Overloaded, SpaceUnknown, StoreError, Unauthorized
+from kvstore.framing import Channel
 from kvstore.keys import SpaceId, StateName, space_id, tenant_salt
 from kvstore.store import GetStatus, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
 from tests.support.nodes import payload_of, puts_of
 from tests.support.spaces import a_chain, a_space
-from tests.support.stores import client_of, open_node, served, short_dir
+from tests.support.stores import client_of, open_memory, open_node, served, short_dir
 
 SIZE = 3000
 WAIT_S = 10.0
@@ -189,3 +194,42 @@ def until_refused(use: Callable[[], object]) -> str:
             pass
         time.sleep(0.02)
     raise AssertionError("never refused")
+
+
+def test_reports_of_corrupt_blocks_are_bounded() -> None:
+    """Each makes the daemon read a block: of a connection, and of all of them, only so many pass until time goes by."""
+    tokens, now_s = Tokens(), [0.0]
+    store = open_memory(ManualClock())
+    args = {"space_id": bytes(32).hex(), "name": []}
+    gate = Gate(tokens, store, lambda: now_s[0])
+
+    def pass_until_refused() -> tuple[int, float]:
+        connection = Connection(Channel(socket.socket()), 0.0)
+        connection.token = tokens.find(b"")
+        for count in range(limits.REPORTS_BURST + 1):
+            try:
+                gate.check_verb(connection, "report_corrupt", args)
+            except Overloaded as error:
+                connection.close()
+                return count, error.retry_after_s
+        raise AssertionError("never refused")
+
+    begun = [pass_until_refused() for _ in range(6)]
+    assert begun[:4] == [(limits.REPORTS_BURST_CONNECTION, 1 / limits.REPORTS_PER_S_CONNECTION)] * 4
+    assert begun[4:] == [(0, 1 / limits.REPORTS_PER_S)] * 2
+    now_s[0] += 0.5
+    assert pass_until_refused()[0] == limits.REPORTS_PER_S / 2
+
+
+def test_a_report_beyond_the_bound_reads_no_block(bench: Bench) -> None:
+    """The reader is not disturbed: its block is a miss, and what it does next works."""
+    worker = bench.client("worker", connections_per_node=1)
+    worker.register_space(SHARED)
+    name = a_chain(space_id(SHARED), 1).names[0]
+    worker.put(space_id(SHARED), puts_of([name], SIZE), traffic_class=AGENT)
+    (connection,) = [item for item in bench.server._connections if item.neighbour is None]
+    for _ in range(limits.REPORTS_BURST_CONNECTION):
+        connection.reports.take(time.monotonic() + 3600.0)  # so that no time can add any
+    assert worker._report_corrupt(0, space_id(SHARED), name), "it was looked at"
+    assert worker._counts["overtaken"] == 0
+    assert worker.lookup(space_id(SHARED), [name]).prefix_blocks() == 1

@@ -27,6 +27,7 @@ from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
 from tests.support.stores import client_of
 
 TOKEN = "a-token-of-some-length"
+ROLES = ("reader", "operator")
 APP = build_app(lambda path: (TEST_RULES, ""))
 SERVE = (
     "import sys; from kvstore.cli import build_app; from kvstore.testing import TEST_RULES; "
@@ -163,6 +164,26 @@ def test_a_token_guards_both_endpoints(folder: Path) -> None:
         assert refused.exit_code == 1
         assert "needs a token" in refused.output
         assert CliRunner().invoke(APP, ["stat", ready["listen"], "--token-file", str(token_file)]).exit_code == 0
+
+
+def test_a_file_of_tokens_tells_who_may_what(folder: Path) -> None:
+    """A reader's token is refused by the command and the admin endpoint that an operator's is served by."""
+    listed = folder / "tokens.toml"
+    listed.write_text("".join(f'[[tokens]]\ntoken = "{TOKEN} {role}"\nroles = ["{role}"]\n' for role in ROLES))
+    listed.chmod(0o600)
+    with daemon(folder, "--tokens", str(listed)) as (_, ready):
+        for role in ROLES:
+            token_file = folder / role
+            token_file.write_text(f"{TOKEN} {role}\n")
+            done = CliRunner().invoke(APP, ["stat", ready["listen"], "--token-file", str(token_file)])
+            seen = httpx.get(f"http://{ready['admin']}/metrics", headers={"Authorization": f"Bearer {TOKEN} {role}"})
+            assert (done.exit_code, seen.status_code) == ((0, 200) if role == "operator" else (1, 401)), done.output
+            assert role == "operator" or "needs a token with the role operator; this one has reader" in done.output
+    listed.chmod(0o644)
+    process = start(folder, "--tokens", str(listed))
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "chmod 600" in err
 
 
 @pytest.mark.parametrize(
