@@ -393,6 +393,20 @@ class StoreClient:
         """The newest policy that a node has."""
         return max(self._policies(deadline_s).values(), key=lambda policy: policy.version)
 
+    def policy_history(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[Policy]:
+        """The history of a node that has the newest policy."""
+        answers, failures = self._fleet.control_all("policy_history", {}, deadline_s)
+        if not answers:
+            raise first(failures)
+        histories = [
+            control.reading("policy history", lambda rows=rows: [control.policy_from_json(row) for row in rows])  # type: ignore[misc]
+            for rows in answers.values()
+        ]
+        if not all(histories):
+            raise ProtocolError("a node answered a history without the policy in force")
+        newest: list[Policy] = max(histories, key=lambda history: (history[-1].version, len(history)))
+        return newest
+
     def _policies(self, deadline_s: float) -> dict[int, Policy]:
         answers, failures = self._fleet.control_all("policy", {}, deadline_s)
         if not answers:
@@ -409,6 +423,7 @@ class StoreClient:
         *,
         expected_version: int,
         apply: bool,
+        author: str = "",
         deadline_s: float = limits.DEADLINE_S_DEFAULT,
     ) -> Effect:
         """Change the rules on every node that answers; one that missed an earlier change catches up with this one."""
@@ -420,7 +435,13 @@ class StoreClient:
         effects: list[Effect] = []
         failed = {link.name: "did not answer" for at, link in enumerate(self._fleet.links) if at not in policies}
         for node, policy in policies.items():
-            args = {"rules": rules.to_json(), "text": text, "expected_version": policy.version, "apply": apply}
+            args = {
+                "rules": rules.to_json(),
+                "text": text,
+                "expected_version": policy.version,
+                "apply": apply,
+                "author": author,
+            }
             try:
                 answer = self._fleet.control(node, "set_policy", args, ends_s)
                 effects.append(control.reading("policy effect", lambda answer=answer: control.effect_from_json(answer)))  # type: ignore[misc]

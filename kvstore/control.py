@@ -23,7 +23,19 @@ PINS_PER_CALL_MAX = 1024
 """Pins in one frame; the client splits."""
 
 REPEATABLE = frozenset(
-    ("register_space", "scan", "spaces", "pin", "unpin", "pins", "policy", "sight", "stats", "report_corrupt")
+    (
+        "register_space",
+        "scan",
+        "spaces",
+        "pin",
+        "unpin",
+        "pins",
+        "policy",
+        "policy_history",
+        "sight",
+        "stats",
+        "report_corrupt",
+    )
 )
 """Verbs that a client may send again after a broken connection: a second time changes nothing more."""
 
@@ -134,12 +146,17 @@ def _policy(store: ControlledStore, args: Json, deadline_s: float) -> object:
     return policy_to_json(store.policy(deadline_s=deadline_s))
 
 
+def _policy_history(store: ControlledStore, args: Json, deadline_s: float) -> object:
+    return [policy_to_json(policy) for policy in store.policy_history(deadline_s=deadline_s)]
+
+
 def _set_policy(store: ControlledStore, args: Json, deadline_s: float) -> object:
     rules = reading("the policy's rules", lambda: ClassRules.from_json(args["rules"]))
     text, version, apply = reading(
         "set_policy", lambda: (string(args["text"]), whole(args["expected_version"]), truth(args["apply"]))
     )
-    effect = store.set_policy(rules, text, expected_version=version, apply=apply, deadline_s=deadline_s)
+    author = reading("set_policy", lambda: author_of(args.get("author", "")))
+    effect = store.set_policy(rules, text, expected_version=version, apply=apply, author=author, deadline_s=deadline_s)
     return effect_to_json(effect)
 
 
@@ -176,6 +193,7 @@ _HANDLERS: Mapping[str, Callable[[ControlledStore, Json, float], object]] = {
     "unpin": _unpin,
     "pins": _pins,
     "policy": _policy,
+    "policy_history": _policy_history,
     "set_policy": _set_policy,
     "sweep": _sweep,
     "sight": _sight,
@@ -296,11 +314,31 @@ def pin_from_json(row: Json) -> Pin:
 
 
 def policy_to_json(policy: Policy) -> Json:
-    return {"version": policy.version, "rules": policy.rules.to_json(), "text": policy.text}
+    return {
+        "version": policy.version,
+        "rules": policy.rules.to_json(),
+        "text": policy.text,
+        "changed_s": policy.changed_s,
+        "author": policy.author,
+    }
 
 
 def policy_from_json(row: Json) -> Policy:
-    return Policy(whole(row["version"]), ClassRules.from_json(row["rules"]), string(row["text"]))
+    return Policy(
+        whole(row["version"]),
+        ClassRules.from_json(row["rules"]),
+        string(row["text"]),
+        whole(row.get("changed_s", 0)),
+        author_of(row.get("author", "")),
+    )
+
+
+def author_of(value: object) -> str:
+    """Who changed a policy. Raises TypeError or ValueError."""
+    author = string(value)
+    if len(author.encode()) > limits.NAME_BYTES_MAX:
+        raise ValueError(f"the author of a policy has at most {limits.NAME_BYTES_MAX} bytes")
+    return author
 
 
 def effect_to_json(effect: Effect) -> Json:

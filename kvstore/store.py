@@ -167,11 +167,16 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The class rules in force, with the text they came from. ``version`` counts up by one with every change."""
+    """The class rules in force, with the text they came from. ``version`` counts up by one with every change.
+
+    ``changed_s``: when it came into force (0: unknown); ``author``: who changed it, as they called themselves.
+    """
 
     version: int
     rules: ClassRules
     text: str
+    changed_s: int = 0
+    author: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +302,23 @@ class Store(Protocol):
 
     def policy(self, *, deadline_s: float = ...) -> Policy: ...
 
+    def policy_history(self, *, deadline_s: float = ...) -> list[Policy]:
+        """The policies so far, the oldest that is remembered first, the one in force last."""
+
     def set_policy(
-        self, rules: ClassRules, text: str, *, expected_version: int, apply: bool, deadline_s: float = ...
+        self,
+        rules: ClassRules,
+        text: str,
+        *,
+        expected_version: int,
+        apply: bool,
+        author: str = ...,
+        deadline_s: float = ...,
     ) -> Effect:
-        """Change the rules (``apply``), or say what the change would expire at once. PolicyConflict if another won."""
+        """Change the rules (``apply``), or say what the change would expire at once. PolicyConflict if another won.
+
+        ``author`` (256 bytes at most) is remembered with the change.
+        """
 
     def sweep(self, *, apply: bool, deadline_s: float = ...) -> Effect:
         """Give segments whose promises are all past back to the free list, or say which."""

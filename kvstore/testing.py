@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ class MemoryStore:
         state_ttl_s: float = limits.STATE_TTL_S_DEFAULT,
     ) -> None:
         self._clock = clock if clock is not None else ManualClock()
-        self._policy = Policy(1, rules, policy_text)
+        self._policies = [Policy(1, rules, policy_text)]
         self._capacity_bytes = capacity_bytes
         self._state_pool_bytes = state_pool_bytes
         self._state_ttl_s = state_ttl_s
@@ -434,6 +434,14 @@ class MemoryStore:
         with self._lock:
             return self._policy
 
+    @property
+    def _policy(self) -> Policy:
+        return self._policies[-1]
+
+    def policy_history(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[Policy]:
+        with self._lock:
+            return list(self._policies)
+
     def set_policy(
         self,
         rules: ClassRules,
@@ -441,6 +449,7 @@ class MemoryStore:
         *,
         expected_version: int,
         apply: bool,
+        author: str = "",
         deadline_s: float = limits.DEADLINE_S_DEFAULT,
     ) -> Effect:
         with self._lock:
@@ -448,14 +457,14 @@ class MemoryStore:
                 raise PolicyConflict(
                     f"the policy is at version {self._policy.version}, not {expected_version}: read it again"
                 )
-            changed = replace(self._policy, version=self._policy.version + 1, rules=rules, text=text)
+            changed = Policy(self._policy.version + 1, rules, text, int(self._clock.now_s()), author)
             lost = [
                 block
                 for block in self._blocks.values()
                 if self._is_live(block) and not self._is_live(block, changed.rules)
             ]
             if apply:
-                self._policy = changed
+                self._policies.append(changed)
             return Effect(apply, _class_effects(lost))
 
     def sweep(self, *, apply: bool, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> Effect:

@@ -1,4 +1,4 @@
-"""The command `retention`: show, policy, sweep, pins and purge, against one or more nodes.
+"""The command `retention`: show, sweep, pins and purge, against one or more nodes.
 
 Owns options and confirmation. Decides nothing itself: it reads, asks the pure modules, shows, and (only with
 ``--apply``) acts. Does not know how a store is reached, nor how errors become exit codes.
@@ -12,33 +12,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from kvstore.errors import PolicyConflict
 from kvstore.keys import BlockKey
-from kvstore.store import Clock, Effect, Policy, SystemClock
-from kvstore.traffic import ClassRules
+from kvstore.store import Clock, Effect, SystemClock
 from kvstore.units import parse_duration_s
 from retention import report
 from retention.errors import NothingMatched
+from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
 from retention.planner import Totals, by_class, by_space
-from retention.policy import (
-    ClassChange,
-    check_change,
-    check_policy,
-    diff_policies,
-    load_class_rules,
-    parse_keep_for,
-    policy_text,
-    replace_keep_for,
-)
+from retention.policy import parse_keep_for
+from retention.policy_cli import add_policy
 from retention.purge import Purge, match_space, parse_key, purge_prefix, purge_spaces, spaces_of_tenant
-from retention.session import EXIT_FAILED, EXIT_NOTHING, OpenStore, Session, Sessions, open_store
+from retention.session import EXIT_FAILED, EXIT_NOTHING, OpenStore, Session, Sessions, dry_hint, open_store
 from retention.survey import survey_nodes
 from retention.sweeper import SweepReport, sweep_loop, sweep_once
 
@@ -56,20 +46,6 @@ class Grouping(StrEnum):
     SPACE = "space"
 
 
-StoreOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--store",
-        envvar="REPRISE_STORE",
-        help="Address of a node: unix:/path or HOST:PORT (repeatable; in the variable, spaces between).",
-    ),
-]
-TokenOption = Annotated[
-    Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")
-]
-DeadlineOption = Annotated[str, typer.Option("--deadline", help="Longest wait for the whole operation, like 30s.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-ApplyOption = Annotated[bool, typer.Option("--apply", help="Do it; without, only say what would be done.")]
 SpaceOption = Annotated[str, typer.Option("--space", help="Space id in hex, or the first digits of it (8 at least).")]
 KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY", help="Keys of blocks, 64 hex digits each.")]
 
@@ -80,7 +56,7 @@ def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) ->
     app = typer.Typer(no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None)
     policy = typer.Typer(no_args_is_help=True, help="Read or change how long each traffic class keeps its blocks.")
     _add_show(app, sessions)
-    _add_policy(policy, sessions)
+    add_policy(policy, sessions)
     app.add_typer(policy, name="policy")
     _add_sweep(app, sessions)
     _add_pins(app, sessions)
@@ -116,48 +92,6 @@ def _add_show(app: typer.Typer, sessions: Sessions) -> None:
                 report.usage_table(rows, facts, session.clock.now_s()) if rows else empty,
             )
             session.fail_for(survey.nodes_failed)
-
-
-def _add_policy(app: typer.Typer, sessions: Sessions) -> None:
-    @app.command("get")
-    def get(
-        store: StoreOption = None,
-        token_file: TokenOption = None,
-        deadline: DeadlineOption = "10s",
-        as_json: JsonOption = False,
-        toml: Annotated[bool, typer.Option("--toml", help="Print the policy as a document for `policy set`.")] = False,
-    ) -> None:
-        """The policy in force."""
-        with sessions.open(store, token_file, deadline, as_json) as session:
-            policy = session.store.policy(deadline_s=session.deadline_s)
-            if toml:
-                typer.echo(policy_text(policy.rules), nl=False)
-            else:
-                session.show(report.policy_json(policy), report.policy_table(policy))
-
-    @app.command("set")
-    def set_(
-        file: Annotated[Path | None, typer.Argument(help="Policy document (TOML).")] = None,
-        keep: Annotated[
-            list[str] | None, typer.Option("--keep", help="CLASS=DURATION, like agent=2d (repeatable).")
-        ] = None,
-        apply: ApplyOption = False,
-        expect: Annotated[
-            int | None, typer.Option("--expect", help="Version that the change was made for; another is a conflict.")
-        ] = None,
-        store: StoreOption = None,
-        token_file: TokenOption = None,
-        deadline: DeadlineOption = "120s",
-        as_json: JsonOption = False,
-    ) -> None:
-        """Change the policy. Shows first what the change would drop at once; changes nothing without --apply."""
-        if (file is None) == (not keep):
-            raise typer.BadParameter("give either a policy FILE or one or more --keep CLASS=DURATION")
-        with sessions.open(store, token_file, deadline, as_json) as session:
-            before = session.store.policy(deadline_s=session.deadline_s)
-            _expect_version(before, expect)
-            rules, text = _wanted_policy(before.rules, file, keep or [], _capacity_bytes(session))
-            _change_policy(session, before, rules, text, apply=apply)
 
 
 def _add_sweep(app: typer.Typer, sessions: Sessions) -> None:
@@ -263,7 +197,7 @@ def _add_purge(app: typer.Typer, sessions: Sessions) -> None:
             except NothingMatched:
                 session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=prefix is None)))
                 raise
-            session.show(report.purge_json(result), report.purge_line(result), *_dry_hint(apply))
+            session.show(report.purge_json(result), report.purge_line(result), *dry_hint(apply))
 
 
 # --- steps of commands ----------------------------------------------------------------------------------------------
@@ -275,81 +209,6 @@ def _rows(by: Grouping | None, totals: Totals) -> list[tuple[Any, Any, Any]]:
     if by is Grouping.SPACE:
         return [(None, space_id, usage) for space_id, usage in by_space(totals).items()]
     return [(class_byte, space_id, usage) for (class_byte, space_id), usage in totals.items()]
-
-
-def _expect_version(policy: Policy, expected: int | None) -> None:
-    if expected is not None and expected != policy.version:
-        raise PolicyConflict(f"the policy is at version {policy.version}, not {expected}: look at it again")
-
-
-def _wanted_policy(
-    before: ClassRules, file: Path | None, keep: Sequence[str], capacity_bytes: int | None
-) -> tuple[ClassRules, str]:
-    """Rules and text that the user asks for. Raises PolicyInvalid or ValueError."""
-    if file is not None:
-        rules, text = load_class_rules(file, capacity_bytes=capacity_bytes)
-    else:
-        rules = replace_keep_for(before, _parse_keeps(keep))
-        check_policy(list(rules.rules), capacity_bytes=capacity_bytes)
-        text = policy_text(rules)
-    check_change(before, rules)
-    return rules, text
-
-
-def _parse_keeps(keep: Sequence[str]) -> dict[str, int]:
-    keeps: dict[str, int] = {}
-    for item in keep:
-        name, equals, duration = item.partition("=")
-        if not equals or not name:
-            raise ValueError(f"--keep {item!r}: write CLASS=DURATION, like agent=2d")
-        if name in keeps:
-            raise ValueError(f"--keep names class {name!r} twice")
-        keeps[name] = parse_keep_for(duration)
-    return keeps
-
-
-def _capacity_bytes(session: Session) -> int | None:
-    """The capacity of the smallest node: every node keeps the same floors."""
-    stats = session.store.stats(deadline_s=session.deadline_s)
-    nodes = [node for node in stats.get("nodes", {}).values() if isinstance(node, dict)] or [stats]
-    found = [node["capacity_bytes"] for node in nodes if isinstance(node.get("capacity_bytes"), int)]
-    return min((capacity_bytes for capacity_bytes in found if capacity_bytes > 0), default=None)
-
-
-def _change_policy(session: Session, before: Policy, rules: ClassRules, text: str, *, apply: bool) -> None:
-    """Show the change and what it would drop, then make it where asked; both hold to the version that was read."""
-    changes = diff_policies(before.rules, rules)
-    facts = session.facts(before.rules)
-    effect = session.store.set_policy(
-        rules, text, expected_version=before.version, apply=False, deadline_s=session.deadline_s
-    )
-    if apply:
-        if not session.as_json and effect.blocks:
-            session.show(None, report.effect_table(effect, facts, "the change drops"))
-        effect = session.store.set_policy(
-            rules, text, expected_version=before.version, apply=True, deadline_s=session.deadline_s
-        )
-    version = before.version + (1 if apply else 0)
-    document = {
-        "version": version,
-        "changes": report.changes_json(changes),
-        "effect": report.effect_json(effect, facts),
-    }
-    session.show(document, *_change_lines(changes, effect, facts, version, apply=apply))
-    session.fail_for(effect.nodes_failed)
-
-
-def _change_lines(
-    changes: tuple[ClassChange, ...], effect: Effect, facts: report.Facts, version: int, *, apply: bool
-) -> Iterator[Any]:
-    yield report.changes_table(changes) if changes else "no class changes"
-    if effect.blocks and not apply:
-        yield report.effect_table(effect, facts, "the change would drop")
-    expired = "expired" if apply else "would expire"
-    yield f"{effect.blocks:,} blocks {expired} at once" if effect.blocks else "no stored block loses its promise now"
-    if apply:
-        yield f"the policy is at version {version} now"
-    yield from _dry_hint(apply)
 
 
 def _sweep_again_and_again(session: Session, every_s: int, *, apply: bool) -> None:
@@ -377,7 +236,7 @@ def _sweep_again_and_again(session: Session, every_s: int, *, apply: bool) -> No
 def _show_effect(session: Session, effect: Effect, title: str) -> None:
     facts = session.facts()
     table = [report.effect_table(effect, facts, title)] if effect.removed else []
-    session.show(report.effect_json(effect, facts), *table, report.effect_line(effect), *_dry_hint(effect.applied))
+    session.show(report.effect_json(effect, facts), *table, report.effect_line(effect), *dry_hint(effect.applied))
     session.fail_for(effect.nodes_failed)
 
 
@@ -402,10 +261,6 @@ def _purge_of(session: Session, space: str | None, tenant: str | None, prefix: s
 
 def _keys(texts: Sequence[str]) -> tuple[BlockKey, ...]:
     return tuple(parse_key(text) for text in texts)
-
-
-def _dry_hint(applied: bool) -> tuple[str, ...]:
-    return () if applied else ("nothing was changed; add --apply to do it",)
 
 
 @contextmanager

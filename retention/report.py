@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.table import Table
@@ -17,7 +18,7 @@ from kvstore.store import Effect, Pin, Policy
 from kvstore.traffic import ClassRule, ClassRules
 from kvstore.units import format_bytes, format_bytes_short, format_duration
 from retention.planner import UNTOUCHED, Usage
-from retention.policy import ClassChange
+from retention.policy import ClassChange, diff_policies
 from retention.purge import Purge
 from retention.sweeper import SweepReport
 
@@ -73,7 +74,22 @@ def usage_json(class_byte: int | None, space_id: SpaceId | None, usage: Usage, f
 
 
 def policy_json(policy: Policy) -> Json:
-    return {"version": policy.version, "classes": policy.rules.to_json(), "text": policy.text}
+    return {
+        "version": policy.version,
+        "changed_s": policy.changed_s or None,
+        "author": policy.author or None,
+        "classes": policy.rules.to_json(),
+        "text": policy.text,
+    }
+
+
+def history_json(policies: Sequence[Policy]) -> list[Json]:
+    """Each policy, with what it changed of the one before; null for the first that is remembered."""
+    rows = []
+    for before, policy in zip((None, *policies), policies, strict=False):
+        changes = None if before is None else changes_json(diff_policies(before.rules, policy.rules))
+        rows.append({**policy_json(policy), "changes": changes})
+    return rows
 
 
 def effect_json(effect: Effect, facts: Facts) -> Json:
@@ -161,6 +177,32 @@ def policy_table(policy: Policy) -> Table:
     for rule in policy.rules.rules:
         table.add_row(rule.name, str(rule.class_byte), *(value for _, value in _rule_values(rule)))
     return table
+
+
+def history_table(policies: Sequence[Policy]) -> Table:
+    """One line for every value that a policy changed."""
+    table = Table(title="policies, the last one in force")
+    for heading in ("version", "since", "author", "class", "what", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    for before, policy in zip((None, *policies), policies, strict=False):
+        since = utc(policy.changed_s) if policy.changed_s else "-"
+        head = [str(policy.version), since, printable(policy.author) or "-"]
+        changes = diff_policies(before.rules, policy.rules) if before is not None else ()
+        for change in changes:
+            for what, old, new in _value_changes(change):
+                table.add_row(*head, change.name, what, old, new)
+                head = ["", "", ""]
+        if not changes:
+            table.add_row(*head, "-", "the first that is remembered" if before is None else "no class", "", "")
+    return table
+
+
+def utc(time_s: int) -> str:
+    """A time since the epoch for reading, like 2026-11-30 08:15:02Z; one beyond the calendar as its number."""
+    try:
+        return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%SZ}"
+    except (OverflowError, OSError, ValueError):
+        return f"{time_s} s"
 
 
 def changes_table(changes: Iterable[ClassChange]) -> Table:

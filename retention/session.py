@@ -123,6 +123,11 @@ class Sessions:
                 store.close()
 
 
+def dry_hint(applied: bool) -> tuple[str, ...]:
+    """The line under what was only looked at."""
+    return () if applied else ("nothing was changed; add --apply to do it",)
+
+
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turns the errors that an operator can meet into a line on stderr and an exit code."""

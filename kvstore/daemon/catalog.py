@@ -1,4 +1,4 @@
-"""The catalog: what operators said and nothing else can tell again: the policy in force, registered spaces, pins.
+"""The catalog: what operators said and nothing else can tell again: the policies so far, registered spaces, pins.
 
 Owns one small file, replaced as a whole. Does not know blocks. Invariants: a reader sees the old catalog or the new
 one, also after power loss; a catalog that fails its checksum stops the daemon instead of silently forgetting a policy
@@ -8,29 +8,33 @@ or a pin.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvstore.control import policy_from_json, policy_to_json
 from kvstore.daemon.files import write_atomically
 from kvstore.daemon.record import checksum_of
 from kvstore.errors import Overloaded, VolumeError, VolumeFormat
 from kvstore.keys import BlockKey, Space, SpaceId, decode_space, encode_space, space_id
-from kvstore.limits import SPACES_MAX
+from kvstore.limits import KIB, SPACES_MAX
 from kvstore.store import Pin, Policy
-from kvstore.traffic import ClassRules
 
 CATALOG_VERSION = 1
+HISTORY_MAX = 100
+"""Earlier policies that are remembered, as far as HISTORY_BYTES_MAX (and their share of the catalog) lets them."""
+HISTORY_BYTES_MAX = 256 * KIB
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogContent:
-    """All of it. One pin a block, by (space id, key)."""
+    """All of it. One pin a block, by (space id, key). ``earlier``: policies before the one in force, oldest first."""
 
     policy: Policy
     spaces: Mapping[SpaceId, Space] = field(default_factory=dict)
     pins: Mapping[tuple[SpaceId, BlockKey], Pin] = field(default_factory=dict)
+    earlier: Sequence[Policy] = ()
 
 
 class Catalog:
@@ -79,6 +83,12 @@ class Catalog:
             raise VolumeError(f"{self._path} cannot be written: {error.strerror}") from error
         self.content = content
 
+    def change_policy(self, policy: Policy) -> None:
+        """Put a policy in force, and remember the one before."""
+        bytes_max = min(HISTORY_BYTES_MAX, self._budget_bytes // 8)
+        earlier = _latest((*self.content.earlier, self.content.policy), bytes_max)
+        self.update(policy=policy, earlier=earlier)
+
     def update(self, **changes: Any) -> None:
         """Save the content with some fields replaced."""
         self.save(replace(self.content, **changes))
@@ -88,11 +98,8 @@ def encode_catalog(content: CatalogContent) -> bytes:
     """A line with version and checksum, then the content as JSON."""
     body = json.dumps(
         {
-            "policy": {
-                "version": content.policy.version,
-                "rules": content.policy.rules.to_json(),
-                "text": content.policy.text,
-            },
+            "policy": policy_to_json(content.policy),
+            "earlier": [policy_to_json(policy) for policy in content.earlier],
             "spaces": [encode_space(space).hex() for space in content.spaces.values()],
             "pins": [
                 {
@@ -121,7 +128,6 @@ def decode_catalog(data: bytes) -> CatalogContent:
     if head["xxh3_64"] != f"{checksum_of(body):016x}":
         raise ValueError("its checksum differs")
     content = json.loads(body)
-    policy = content["policy"]
     spaces = [decode_space(bytes.fromhex(text)) for text in content["spaces"]]
     pins = [
         Pin(
@@ -134,7 +140,19 @@ def decode_catalog(data: bytes) -> CatalogContent:
         for row in content["pins"]
     ]
     return CatalogContent(
-        policy=Policy(policy["version"], ClassRules.from_json(policy["rules"]), policy["text"]),
+        policy=policy_from_json(content["policy"]),
+        earlier=tuple(policy_from_json(row) for row in content.get("earlier", ())),
         spaces={space_id(space): space for space in spaces},
         pins={(pin.space_id, pin.key): pin for pin in pins},
     )
+
+
+def _latest(policies: Sequence[Policy], bytes_max: int) -> tuple[Policy, ...]:
+    """As many of the last policies as may be remembered."""
+    kept: list[Policy] = []
+    for policy in reversed(policies[-HISTORY_MAX:]):
+        bytes_max -= len(json.dumps(policy_to_json(policy)))
+        if bytes_max < 0:
+            break
+        kept.append(policy)
+    return tuple(reversed(kept))

@@ -145,7 +145,7 @@ class Node:
         try:
             opened = [Volume.open(Path(path), create=True) for path in config.directories]
             layouts = [_layout(volume, config) for volume in opened]
-            initial = Policy(1, rules, policy_text) if rules is not None else None
+            initial = Policy(1, rules, policy_text, int(clock.now_s())) if rules is not None else None
             paths = [volume.catalog_path for volume in opened]
             path = next((path for path in paths if path.exists()), paths[0])
             catalog = Catalog.open(path, layouts[0].catalog_budget_bytes, initial)
@@ -426,6 +426,11 @@ class Node:
         self._check_open()
         return self._catalog.content.policy
 
+    def policy_history(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> list[Policy]:
+        self._check_open()
+        content = self._catalog.content
+        return [*content.earlier, content.policy]
+
     def set_policy(
         self,
         rules: ClassRules,
@@ -433,6 +438,7 @@ class Node:
         *,
         expected_version: int,
         apply: bool,
+        author: str = "",
         deadline_s: float = DEADLINE_S_DEFAULT,
     ) -> Effect:
         self._check_open()
@@ -446,7 +452,7 @@ class Node:
             now_s = self._clock.now_s()
             lost = merge_effects(effect for shard in self._shards for effect in shard.plan_rules(rules, now_s))
             if apply:
-                self._catalog.update(policy=Policy(current.version + 1, rules, text))
+                self._catalog.change_policy(Policy(current.version + 1, rules, text, int(now_s), author))
                 for shard in self._shards:
                     shard.set_rules(rules)
         return Effect(apply, lost)

@@ -67,6 +67,7 @@ VERBS: Mapping[str, frozenset[Role]] = {
     "pin": _OPERATOR,
     "unpin": _OPERATOR,
     "pins": _OPERATOR,
+    "policy_history": _OPERATOR,
     "set_policy": _OPERATOR,
     "sweep": _OPERATOR,
     "sight": _OPERATOR,

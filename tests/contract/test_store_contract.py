@@ -470,6 +470,23 @@ def test_policy_changes_by_compare_and_set(under_test: Subject, store: Any, spac
     assert store.policy() == after
 
 
+def test_every_policy_so_far_is_remembered(under_test: Subject, store: Any) -> None:
+    """Each with its version, its time and who changed it, the one in force last; a preview leaves no trace."""
+    first = store.policy()
+    longer = ClassRules((ClassRule(AGENT, "agent", 9 * DAY_S), ClassRule(CHAT, "chat", 9 * DAY_S)))
+    under_test.clock.advance(60)
+    store.set_policy(longer, "longer", expected_version=first.version, apply=False, author="nobody")
+    assert store.policy_history() == [first]
+    store.set_policy(longer, "longer", expected_version=first.version, apply=True, author="\u00c5sa@desk")
+    under_test.clock.advance(60)
+    store.set_policy(first.rules, first.text, expected_version=first.version + 1, apply=True)
+    before, middle, after = store.policy_history()
+    assert (before, after) == (first, store.policy())
+    assert (middle.version, middle.rules, middle.text, middle.author) == (2, longer, "longer", "\u00c5sa@desk")
+    assert after.changed_s - middle.changed_s == 60
+    assert (after.version, after.rules, after.author) == (3, first.rules, "")
+
+
 def test_sight_tells_what_is_remembered(under_test: Subject, store: Any, space: SpaceId) -> None:
     """Present, purged, expired and never; and which other spaces hold the same tokens."""
     other_space = store.register_space(a_space(layout="fused"))

@@ -58,3 +58,25 @@ def test_a_catalog_beyond_its_share_is_refused_and_unchanged(tmp_path: Path) -> 
         catalog.save(CatalogContent(Policy(2, TEST_RULES, "x" * 5000)))
     assert catalog.content.policy == POLICY
     assert Catalog.open(path, 4096, None).content.policy == POLICY
+
+
+def test_earlier_policies_are_remembered_in_order(tmp_path: Path) -> None:
+    """Who changed what, and when, survives a restart; a catalog of before the history has none."""
+    path = tmp_path / "catalog.json"
+    catalog = Catalog.open(path, MIB, POLICY)
+    for version in (2, 3):
+        catalog.change_policy(Policy(version, TEST_RULES, f"text {version}", 100 * version, "\u00c5sa@desk"))
+    again = Catalog.open(path, MIB, None).content
+    assert again.earlier == (POLICY, Policy(2, TEST_RULES, "text 2", 200, "\u00c5sa@desk"))
+    assert again.policy == Policy(3, TEST_RULES, "text 3", 300, "\u00c5sa@desk")
+
+
+def test_the_history_gives_way_before_a_policy_is_refused(tmp_path: Path) -> None:
+    """The oldest are forgotten when their share of the catalog is full; the present one never for their sake."""
+    catalog = Catalog.open(tmp_path / "catalog.json", 64 * 1024, POLICY)
+    for version in range(2, 40):
+        catalog.change_policy(Policy(version, TEST_RULES, "x" * 1000))
+    versions = [policy.version for policy in catalog.content.earlier]
+    assert catalog.content.policy.version == 39
+    assert 1 < len(versions) < 37
+    assert versions == list(range(versions[0], 39))

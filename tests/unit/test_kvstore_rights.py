@@ -49,6 +49,7 @@ MAY: dict[str, set[Role]] = {
     "pin": {P},
     "unpin": {P},
     "pins": {P},
+    "policy_history": {P},
     "set_policy": {P},
     "sweep": {P},
     "sight": {P},

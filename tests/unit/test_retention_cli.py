@@ -265,6 +265,57 @@ def test_a_change_for_an_older_version_is_a_conflict(shop: Filled) -> None:
     assert shop.store.policy().rules.keep_for_s(AGENT) == 2 * DAY_S
 
 
+def test_history_says_who_changed_what_and_when(shop: Filled) -> None:
+    """Every change with its author; without --author it is the user of the command."""
+    shop.ok("policy", "set", "--keep", "agent=2d", "--apply", "--author", "\u00c5sa")
+    shop.clock.advance(HOUR_S)
+    shop.ok("policy", "set", "--keep", "chat=8d", "--apply")
+    first, second, third = shop.json("policy", "history")
+    assert (first["version"], first["changes"]) == (1, None)
+    assert (second["version"], second["author"]) == (2, "\u00c5sa")
+    assert [change["class"] for change in second["changes"]] == ["agent"]
+    assert third["changed_s"] - second["changed_s"] == HOUR_S
+    assert "@" in third["author"]
+    text = shop.ok("policy", "history")
+    assert "\u00c5sa" in text
+    assert "8d" in text
+
+
+def test_rollback_is_a_new_version_that_says_first_what_it_drops(shop: Filled) -> None:
+    """The rules of then are in force again, by the same steps as any change."""
+    shop.ok("policy", "set", "--keep", "agent=9d", "--apply")
+    shop.clock.advance(4 * DAY_S)
+    dry = shop.ok("policy", "rollback", "1")
+    assert "4 blocks would expire at once" in dry
+    assert "nothing was changed" in dry
+    assert shop.store.policy().version == 2
+    done = shop.json("policy", "rollback", "1", "--apply", "--expect", "2")
+    assert (done["version"], done["effect"]["blocks"]) == (3, 4)
+    assert shop.store.policy().rules == shop.store.policy_history()[0].rules
+    assert shop.run("policy", "rollback", "1", "--apply", "--expect", "2").exit_code == EXIT_CONFLICT
+
+
+def test_what_is_not_remembered_cannot_come_back(shop: Filled) -> None:
+    result = shop.run("policy", "rollback", "7", "--apply")
+    assert result.exit_code == EXIT_NOTHING
+    assert "known are 1..1" in result.stderr
+
+
+def test_diff_compares_versions_and_documents(shop: Filled, tmp_path: Path) -> None:
+    """In the order given; one argument is compared with what is in force."""
+    file = tmp_path / "policy.toml"
+    file.write_text(shop.ok("policy", "get", "--toml"))
+    shop.ok("policy", "set", "--keep", "agent=2d", "--apply")
+    keeps = [
+        [(change["before"]["keep_for_s"], change["after"]["keep_for_s"]) for change in changes]
+        for arguments in (["1"], ["2", "1"], [str(file), "2"], ["2"])
+        for changes in [shop.json("policy", "diff", *arguments)["changes"]]
+    ]
+    assert keeps == [[(3 * DAY_S, 2 * DAY_S)], [(2 * DAY_S, 3 * DAY_S)], [(3 * DAY_S, 2 * DAY_S)], []]
+    assert shop.run("policy", "diff", "9").exit_code == EXIT_NOTHING
+    assert shop.run("policy", "diff", str(tmp_path / "none.toml")).exit_code == EXIT_USAGE
+
+
 class Raced(MemoryStore):
     """A store whose policy another operator changes right after it was read."""
 
