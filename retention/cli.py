@@ -1,4 +1,4 @@
-"""The command `retention`: show, sweep, pins and purge, against one or more nodes.
+"""The command `retention`: show, sweep, pins, purge and plan, against one or more nodes.
 
 Owns options and confirmation. Decides nothing itself: it reads, asks the pure modules, shows, and (only with
 ``--apply``) acts. Does not know how a store is reached, nor how errors become exit codes.
@@ -23,6 +23,7 @@ from kvstore.units import parse_duration_s
 from retention import report
 from retention.errors import NothingMatched
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption
+from retention.outlook import add_plan
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
 from retention.planner import Totals, by_class, by_space
 from retention.policy import parse_keep_for
@@ -61,6 +62,7 @@ def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) ->
     _add_sweep(app, sessions)
     _add_pins(app, sessions)
     _add_purge(app, sessions)
+    add_plan(app)
     return app
 
 

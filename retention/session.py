@@ -68,13 +68,7 @@ class Session:
 
     def show(self, document: Any, *renderables: Any) -> None:
         """The document as JSON, or the renderables for people."""
-        if self.as_json:
-            typer.echo(json.dumps(document, sort_keys=True))
-            return
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        console = Console(width=width, markup=False, highlight=False, emoji=False)
-        for renderable in renderables:
-            console.print(renderable)
+        show(document, *renderables, as_json=self.as_json)
 
     @contextmanager
     def each_node(self) -> Iterator[dict[str, Store]]:
@@ -126,6 +120,17 @@ class Sessions:
 def dry_hint(applied: bool) -> tuple[str, ...]:
     """The line under what was only looked at."""
     return () if applied else ("nothing was changed; add --apply to do it",)
+
+
+def show(document: Any, *renderables: Any, as_json: bool) -> None:
+    """The document as JSON, or the renderables for people."""
+    if as_json:
+        typer.echo(json.dumps(document, sort_keys=True))
+        return
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    for renderable in renderables:
+        console.print(renderable)
 
 
 @contextmanager
