@@ -1,4 +1,4 @@
-"""``reprise store``: serve, stat, fsck, explain.
+"""``reprise store``: serve, stat, fsck, explain, events.
 
 Owns the command line. Does not know what a policy means: the loader of one is handed in. Exit codes: 0 done, 1 the
 operation failed or found something, 2 wrong usage or configuration.
@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from kvstore.access import read_token
 from kvstore.client import StoreClient
 from kvstore.config import ADMIN_DEFAULT, LISTEN_DEFAULT, load_config
 from kvstore.errors import StoreError
+from kvstore.events import Position, follow_events, read_events
 from kvstore.explain import Access, Explanation, explain, read_access
 from kvstore.keys import Space, SpaceId
 from kvstore.store import Sighting
@@ -48,7 +49,7 @@ def build_app(load_rules: LoadRules) -> typer.Typer:
     """The commands. ``load_rules``: from a policy file (None: the built-in policy) to class rules and their text."""
     app = typer.Typer(
         name="store",
-        help="Serve, inspect, check and explain a block store.",
+        help="Serve, inspect, check, explain and follow a block store.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,  # it would take [default: ...] for a style
@@ -58,6 +59,7 @@ def build_app(load_rules: LoadRules) -> typer.Typer:
     app.command()(stat)
     app.command()(fsck)
     app.command("explain")(explain_request)
+    app.command("events")(show_events)
     return app
 
 
@@ -269,6 +271,53 @@ def explain_request(
         print(f"  {item.cause}: {item.sentence}")
         for other in item.other_spaces:
             print(f"  space {other.space_id.hex()[:16]} differs in: {', '.join(other.fields) or 'unknown'}")
+
+
+def show_events(
+    address: Annotated[str, typer.Argument(metavar="ADMIN", help="HOST:PORT of the node's health and metrics.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C, also after a restart.")] = False,
+    epoch: Annotated[str | None, typer.Option(help="Go on from here: the epoch that an event named, and")] = None,
+    after: Annotated[int, typer.Option(min=0, help="its sequence number.")] = 0,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """What becomes of blocks: stored, expired, evicted, purged.
+
+    Without --follow, what the node remembers: it does while somebody listens, and ten minutes after. What was missed is
+    an event of kind gap. With --json, one document a line. Example: reprise store events 127.0.0.1:7072 --follow --json
+    """
+
+    def lost(error: StoreError) -> None:
+        print(f"reprise store: {error}; trying again", file=sys.stderr, flush=True)
+
+    def wait(seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+    with reported(), suppress(KeyboardInterrupt):
+        token = read_token(token_file)
+        position = Position(epoch, after) if epoch is not None else None
+        events = (
+            follow_events(address, token, position, wait, lost)
+            if follow
+            else read_events(address, token, position, follow=False)
+        )
+        for event in events:
+            for line in [json.dumps(event)] if as_json else event_lines(event):
+                print(line, flush=True)
+
+
+def event_lines(event: Mapping[str, Any]) -> Iterator[str]:
+    """One event for people: a line for each run of blocks."""
+    start = f"{event['sequence']:>8} {event['event']:<11}"
+    if "runs" not in event:
+        yield f"{start} {event.get('reason', '')}".rstrip()
+    for run in event.get("runs", ()):
+        first, count = run["first_block"], run["blocks"]
+        yield (
+            f"{start} {run['class']} {run['group']} blocks {first}..{first + count - 1} "
+            f"(tokens {run['first_token']}..{run['end_token'] - 1}) of {run['space'][:12]}: {event['reason']}"
+        )
 
 
 def _explain_all(

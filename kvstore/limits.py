@@ -98,10 +98,28 @@ STATE_TTL_S_DEFAULT = 600.0
 SCAN_PAGE_MAX = 10_000
 """Blocks in one page of a scan."""
 
+# Events
+EVENTS_BYTES_MAX = 16 * MIB
+"""Blocks of the latest events that a node remembers; a reader that is further behind finds a gap."""
+EVENT_BLOCKS_MAX = 1024
+"""Blocks of one event; a larger change is several."""
+EVENT_LINE_BYTES_MAX = MIB
+"""Bytes of one event as JSON; a longer line is a ProtocolError of its reader."""
+EVENT_LISTENERS_MAX = 16
+"""Readers of events at a time; the next one is answered 503."""
+EVENTS_LINGER_S = 600.0
+"""After the last reader left, events are kept for this long, for its coming back."""
+EVENTS_POLL_S = 0.05
+"""A reader hears of an event at most this much later."""
+EVENTS_ALIVE_S = 10.0
+"""A reader that hears nothing for three times this is cut off."""
+
 assert LOOKUP_KEYS_MAX * (KEY_BYTES + TOKEN_DIGEST_BYTES) < BODY_BYTES_MAX
 assert PAYLOAD_BYTES_MAX <= BATCH_BYTES_MAX
 assert STATE_BYTES_MAX <= BATCH_BYTES_MAX
 assert PAYLOAD_BYTES_MAX <= STATE_BYTES_MAX <= IN_FLIGHT_BYTES_MAX and PUT_BUFFER_BYTES <= IN_FLIGHT_BYTES_MAX
 assert SEGMENT_BYTES_MIN <= SEGMENT_BYTES_DEFAULT <= SEGMENT_BYTES_MAX
+assert EVENT_BLOCKS_MAX * 1000 <= EVENT_LINE_BYTES_MAX
+assert EVENT_BLOCKS_MAX * 4 * KEY_BYTES <= EVENTS_BYTES_MAX and EVENTS_POLL_S < EVENTS_ALIVE_S < EVENTS_LINGER_S
 assert 0 < LEASE_S <= FRAME_S_MAX and DESCRIPTORS_MAX <= BATCH_BLOCKS_MAX
 assert HELLO_S_MAX <= FRAME_S_MAX <= IDLE_S_MAX

@@ -18,10 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import extents
+from kvstore.daemon.events import EventLog
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.headers import are_whole, headers_in, rows_of
 from kvstore.daemon.index import (
     NO_PLACES,
+    NO_ROWS,
     Extent,
     Index,
     IndexBatch,
@@ -62,6 +64,13 @@ class Place(NamedTuple):
     flags: int
     fingerprint: int
     slot: int
+
+
+class Described(NamedTuple):
+    """Index values of some slots, and the positions of those that have one."""
+
+    rows: Rows
+    at: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +118,16 @@ class Ledger:
     ``journal`` (outer) orders all changes, and is held while the index takes them. Both are reentrant.
     """
 
-    def __init__(self, segments: SegmentSet, presence: PresenceMap, index: Index, counters: Counters) -> None:
+    def __init__(
+        self, segments: SegmentSet, presence: PresenceMap, index: Index, counters: Counters, events: EventLog
+    ) -> None:
         self.journal = threading.RLock()
         self.lock = threading.RLock()
         self.segments = segments
         self.presence = presence
         self.index = index
         self.counters = counters
+        self.events = events
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -229,10 +241,10 @@ class Ledger:
         pins = {at: pins_s[key] for at, key in enumerate(keys_in(rows)) if key in pins_s} if pins_s else {}
         with self.journal:
             with self.lock:
-                removed = NO_PLACES
+                removed, added = NO_PLACES, rows
                 if not new:
                     slots = self.presence.find_all(fingerprints)
-                    removed = self.presence.places[slots[slots >= 0]]
+                    removed, added = self.presence.places[slots[slots >= 0]], rows[slots < 0]
                 buried = fingerprints[self.presence.tombstones.reasons(fingerprints) != 0]
             batch = IndexBatch(
                 rows=rows,
@@ -245,6 +257,8 @@ class Ledger:
             with self.lock:
                 self.presence.tombstones.forget(buried)
                 self.presence.insert(rows, pins, new=new)
+            if self.events.recording:
+                self.events.stored(added)
 
     def store_one(self, header: RecordHeader, segment: Segment, pin_s: int) -> None:
         """As ``store`` with ``new``, of one record."""
@@ -252,8 +266,9 @@ class Ledger:
         with self.journal:
             with self.lock:
                 buried = self.presence.tombstones.get(fingerprint) is not None
+            rows = entries_of([header])
             batch = IndexBatch(
-                rows=entries_of([header]),
+                rows=rows,
                 extents={segment.number: Extent(segment.header.generation, segment.end)},
                 tombstones={fingerprint: None} if buried else {},
                 blocks=len(self.presence) + 1,
@@ -263,6 +278,8 @@ class Ledger:
                 if buried:
                     self.presence.tombstones.forget(np.array([fingerprint], dtype=np.uint64))
                 self.presence.insert_one(header, pin_s)
+            if self.events.recording:
+                self.events.stored(rows)
 
     def touch(self, slots: Slots, class_byte: int, now_s: int) -> None:
         """Count a use of present blocks by a class."""
@@ -284,26 +301,52 @@ class Ledger:
                 self._not_written(error)
 
     def forget(
-        self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int, recycled: Segment | None = None
+        self,
+        slots: Slots,
+        reasons: npt.NDArray[np.uint8],
+        when_s: int,
+        recycled: Segment | None = None,
+        described: Described | None = None,
     ) -> None:
         """Drop rows, each once; lookups say why from now on.
 
         ``recycled``: the index learns of this segment's new life. Should a power loss take its header back to the old
         one, the next start then looks through it, rather than leave records in it that nobody knows of.
+        ``described``: what ``describe`` said of the slots, where the caller asked before it took the lock.
         """
         extents = {recycled.number: Extent(recycled.header.generation, recycled.end)} if recycled is not None else {}
         if not len(slots) and not extents:
             return
-        with self.changing():
-            fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
-            self.presence.remove(slots)
-            forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
-            tombstones: dict[int, Tombstone | None] = {
-                fingerprint: Tombstone(reason, when_s)
-                for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
-            }
-            tombstones |= dict.fromkeys(forgotten.tolist())
-            self._write(IndexBatch(removed=places, tombstones=tombstones, extents=extents, blocks=len(self.presence)))
+        with self.journal:
+            described = self.describe(slots) if described is None else described
+            with self.lock:
+                fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
+                self.presence.remove(slots)
+                forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
+                tombstones: dict[int, Tombstone | None] = {
+                    fingerprint: Tombstone(reason, when_s)
+                    for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
+                }
+                tombstones |= dict.fromkeys(forgotten.tolist())
+                blocks = len(self.presence)
+                self._write(IndexBatch(removed=places, tombstones=tombstones, extents=extents, blocks=blocks))
+            if described is not None:
+                self.events.removed(described.rows, reasons[described.at], when_s)
+
+    def describe(self, slots: Slots) -> Described | None:
+        """What listeners are told of blocks that will go: None while nobody listens. The caller holds the journal.
+
+        It reads the index, 6 us a block, for which no lookup should wait: ask before taking the lock.
+        """
+        if not self.events.recording:
+            return None
+        try:
+            described = Described(*self.index.values(self.presence.places[slots]))
+        except IndexDamaged:
+            described = Described(NO_ROWS, np.zeros(0, dtype=np.int64))
+        if len(described.at) < len(slots):
+            self.events.lost()
+        return described
 
     def forget_one(self, slot: int, reason: Presence, when_s: int) -> None:
         self.forget(np.array([slot]), np.array([reason], dtype=np.uint8), when_s)

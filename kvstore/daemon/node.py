@@ -29,6 +29,7 @@ from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_class, check_count, check_flags, check_pins, check_put, check_rules
 from kvstore.daemon.clock import BoundedClock, ClockWatch
 from kvstore.daemon.columns import Incoming, incoming
+from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.leases import PayloadLease
@@ -103,8 +104,15 @@ class Node:
     """Thread-safe. Raises errors of ``kvstore.errors``, ValueError for misuse; Unavailable once closed."""
 
     def __init__(
-        self, config: NodeConfig, clock: Clock, shards: Sequence[Shard], catalog: Catalog, states: StatePool
+        self,
+        config: NodeConfig,
+        clock: Clock,
+        shards: Sequence[Shard],
+        catalog: Catalog,
+        states: StatePool,
+        events: EventLog,
     ) -> None:
+        self.events = events
         self._config = config
         self._clock = BoundedClock(clock)
         self._clock_watch = ClockWatch(self._clock)
@@ -142,6 +150,7 @@ class Node:
         free_min_bytes = _check_capacity(config, rules, files)
         opened: list[Volume] = []
         shards: list[Shard] = []
+        events = EventLog()
         try:
             opened = [Volume.open(Path(path), create=True) for path in config.directories]
             layouts = [_layout(volume, config) for volume in opened]
@@ -165,6 +174,7 @@ class Node:
                         now_s=int(BoundedClock(clock).now_s()),
                         commit_window_s=config.commit_window_s,
                         watermark=Watermark(files, volume.path, free_min),
+                        events=events,
                     )
                 )
         except BaseException:
@@ -173,7 +183,8 @@ class Node:
             for volume in opened:
                 volume.close()
             raise
-        node = cls(config, clock, shards, catalog, StatePool(config.state_pool_bytes, config.state_ttl_s, clock))
+        states = StatePool(config.state_pool_bytes, config.state_ttl_s, clock)
+        node = cls(config, clock, shards, catalog, states, events)
         if config.background:
             for shard in shards:
                 shard.seal_in_background()

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvstore.config import StoreConfig, host_and_port
-from kvstore.daemon.admin import AdminServer, create_app
+from kvstore.daemon.admin import AdminServer, EventFeed, create_app
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
@@ -103,7 +103,8 @@ def _start_admin(
         found = tokens.find(token)
         return found is not None and "stats" in found.grant.verbs
 
-    app = create_app(node.stats, metrics.registry, lambda: not stop.is_set(), may_see)
+    feed = EventFeed(node.events, lambda: node.policy().rules, node.spaces)
+    app = create_app(node.stats, metrics.registry, lambda: not stop.is_set(), feed, may_see)
     return AdminServer.start(app, *address)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvstore.daemon.chains import in_chain_order
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.index import IndexRefused, blocks_max, entries_of
-from kvstore.daemon.ledger import Ledger, Place
+from kvstore.daemon.ledger import Described, Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, fingerprint_of
 from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
 from kvstore.daemon.record import (
@@ -236,11 +236,15 @@ class Reclaimer:
 
     def _recycle(self, segment: Segment, now_s: int) -> bool:
         """Back to the free list with whatever it holds. False if a reader came in between or the file refused."""
+        with self._ledger.journal:
+            slots = self._ledger.presence.in_segment(segment.number)
+            return self._recycle_now(segment, slots, self._ledger.describe(slots), now_s)
+
+    def _recycle_now(self, segment: Segment, slots: Slots, described: Described | None, now_s: int) -> bool:
         with self._ledger.changing():
             if segment.leases:
                 return False
             presence = self._ledger.presence
-            slots = presence.in_segment(segment.number)
             alive = presence.alive(slots, now_s)
             try:
                 self._ledger.segments.release(segment, now_s)
@@ -252,7 +256,7 @@ class Reclaimer:
             self._ledger.counters.evicted += int(alive.sum())
             self._ledger.counters.expired += len(slots) - int(alive.sum())
             self._ledger.counters.segments_recycled += 1
-            self._ledger.forget(slots, reasons, now_s, recycled=segment)
+            self._ledger.forget(slots, reasons, now_s, segment, described)
             return True
 
     def _move(self, segment: Segment, slots: Slots, now_s: int) -> int | None:

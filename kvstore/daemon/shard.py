@@ -29,6 +29,7 @@ from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
 from kvstore.daemon.durability import GroupCommit
+from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
 from kvstore.daemon.index import Index, IndexDamaged, blocks_max
@@ -112,6 +113,7 @@ class Shard:
         new_generation: Callable[[], int],
         now_s: int,
         commit_window_s: float,
+        events: EventLog,
         watermark: Watermark | None = None,
     ) -> Shard:
         """Open a locked volume: its segments, its index (rebuilt if need be), and everything acknowledged.
@@ -130,7 +132,7 @@ class Shard:
                 return PresenceMap(keep_for_table(rules), tombstones_max(layout), expected)
 
             index, presence, recovered = _recover(volume, layout, segments, new_map, now_s)
-            ledger = Ledger(segments, presence, index, Counters())
+            ledger = Ledger(segments, presence, index, Counters(), events)
             ledger.mend_index()
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
