@@ -3,7 +3,7 @@
 Owns the verbs: what is asked of which node and how the answers become one. Does not know classes' meaning or tensors.
 Invariants: a payload is handed out only if its key, token digest, length and checksum are right; a node that is down or
 late costs misses, never an error and never more than the deadline; no buffer of the caller is touched after the call
-returned.
+returned; only a put waits for a node that is overloaded.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvstore.fleet import LOUD, Fleet, first, job, raise_loud
 from kvstore.framing import parse_address
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, encode_space, space_id
 from kvstore.link import Call, NodeLink, Talk, new_hello
+from kvstore.patience import Patience
 from kvstore.placement import Placement
 from kvstore.store import (
     AckLevel,
@@ -67,9 +68,21 @@ class StoreClient:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._spaces: dict[SpaceId, Space] = {}
         self._counts = dict.fromkeys(
-            ("blocks_got", "blocks_got_local", "corrupt", "overtaken", "late", "unreachable", "refused", "altered"), 0
+            (
+                "blocks_got",
+                "blocks_got_local",
+                "corrupt",
+                "overtaken",
+                "late",
+                "unreachable",
+                "refused",
+                "altered",
+                "waited",
+            ),
+            0,
         )
 
     @classmethod
@@ -250,7 +263,10 @@ class StoreClient:
             )
             call = Call(wire.Opcode.PUT, b"", bulk=True)
             try:
-                answer = self._with_space(node, space_id, call, ends_s, lambda hold: transfer.put(hold, batch))
+                answer = self._patiently(
+                    ends_s,
+                    lambda: self._with_space(node, space_id, call, ends_s, lambda hold: transfer.put(hold, batch)),
+                )
             except (Overloaded, CapacityProtected):
                 answer = [PutOutcome.REFUSED] * len(positions)
             for at, outcome in zip(positions, answer, strict=True):
@@ -302,7 +318,10 @@ class StoreClient:
         call = Call(wire.Opcode.PUT_STATE, body, (view,), len(view), bulk=True)
         try:
             owner = self._fleet.placement.owner(name.route)
-            return self._with_space(owner, space_id, call, ends_s, lambda hold: hold.ask(call, receive.take_kept))
+            return self._patiently(
+                ends_s,
+                lambda: self._with_space(owner, space_id, call, ends_s, lambda hold: hold.ask(call, receive.take_kept)),
+            )
         except LOUD:
             raise
         except StoreError:
@@ -492,9 +511,24 @@ class StoreClient:
         return {**sums, "nodes": nodes, "client": client}
 
     def close(self) -> None:
+        self._closing.set()
         self._fleet.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _patiently(self, ends_s: float, attempt: Callable[[], T]) -> T:
+        """A put, made again while its node is overloaded: when that node says, a few times, within the deadline.
+
+        Raises Overloaded when that did not help. Nothing that is read is worth waiting for so: it is a miss.
+        """
+        patience = Patience(ends_s, self._fleet.monotonic, self._closing.wait)
+        while True:
+            try:
+                return attempt()
+            except Overloaded as error:
+                if not patience.wait(error.retry_after_s):
+                    raise
+            self._count("waited", 1)
 
     def _with_space(
         self,

@@ -2,7 +2,8 @@
 
 Owns PUT and PUT_LOCAL. Does not know where blocks are written, nor what else a connection may ask. Invariants: the
 payload of a refused block is read all the same, so that the next frame begins where it should; what is held in memory
-counts against the admission's budget.
+counts against the admission's budget; a put of which nothing found room there is answered by Overloaded, which says
+when to come again, so that outcome REFUSED is mostly for what waiting a little does not change.
 """
 
 from __future__ import annotations
@@ -51,8 +52,19 @@ class IncomingPuts:
         if sum(row.payload_bytes for row in asked.rows) != request.header.payload_bytes:
             raise ProtocolError("PUT's rows do not account for its payload")
         outcomes: list[PutOutcome] = []
+        overloaded: Overloaded | None = None
+        refused = 0
         for rows in _groups(asked.rows, self._admission.buffer_bytes):
-            outcomes += self._put_group(request, asked, rows)
+            try:
+                outcomes += self._put_group(request, asked, rows)
+            except Overloaded as error:
+                overloaded = error
+                refused += len(rows)
+                outcomes += [PutOutcome.REFUSED] * len(rows)
+        if overloaded is not None:
+            if refused == len(asked.rows):
+                raise overloaded
+            self._metrics.error(overloaded)
         self._metrics.payload_in.inc(request.header.payload_bytes)
         request.answer(wire.encode_put_reply(outcomes))
 
@@ -65,7 +77,7 @@ class IncomingPuts:
         request.answer(wire.encode_put_reply(outcomes))
 
     def _put_group(self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow]) -> list[PutOutcome]:
-        """Receive some blocks into one buffer and store them; what finds no room is refused, and the rest goes on."""
+        """Receive some blocks into one buffer and store them. Raises Overloaded, with the payload read past."""
         size = sum(row.payload_bytes for row in rows)
         after = request.unread - size
         try:
@@ -73,10 +85,9 @@ class IncomingPuts:
             with self._admission.buffer(size, wait_s, request.connection.party) as buffer:
                 request.receive_into(buffer)
                 return self._store(request, asked, rows, buffer)
-        except Overloaded as error:
-            self._metrics.error(error)
+        except Overloaded:
             request.drop_payload(request.unread - after)
-            return [PutOutcome.REFUSED] * len(rows)
+            raise
 
     def _store(
         self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: memoryview
@@ -91,7 +102,7 @@ class IncomingPuts:
                 deadline_s=request.left_s(),
                 checksums=[row.checksum for row in rows],
             )
-        except (Overloaded, CapacityProtected) as error:
+        except CapacityProtected as error:
             self._metrics.error(error)
             return [PutOutcome.REFUSED] * len(rows)
 
