@@ -145,10 +145,11 @@ class StoreClient:
         groups = self._fleet.group(names)
         if states:
             groups.setdefault(self._fleet.placement.owner(space_id), [])
+        packed = wire.PackedNames.pack(names)
         answers: dict[int, Lookup] = {}
 
         def ask(node: int, positions: Sequence[int]) -> None:
-            body = wire.encode_lookup(space_id, _pick(names, positions), states=states)
+            body = wire.encode_lookup(space_id, packed.take(positions), states=states)
             answer = self._fleet.exchange(node, Call(wire.Opcode.LOOKUP, body), ends_s, receive.take_lookup)
             if len(answer.presence) != len(positions):
                 raise ProtocolError(f"node {self._fleet.name(node)} answered another number of keys than asked")
@@ -292,10 +293,11 @@ class StoreClient:
         if not 1 <= traffic_class <= 255:
             raise ValueError(f"traffic class {traffic_class} is outside 1..255")
         ends_s = self._fleet.ends_s(deadline_s)
+        packed = wire.PackedNames.pack(names)
         counts: list[int] = []
 
         def send(node: int, positions: Sequence[int]) -> None:
-            body = wire.encode_touch(space_id, traffic_class, _pick(names, positions))
+            body = wire.encode_touch(space_id, traffic_class, packed.take(positions))
             counts.append(self._fleet.exchange(node, Call(wire.Opcode.TOUCH, body), ends_s, receive.take_count))
 
         jobs = [job(send, node, positions) for node, positions in self._fleet.group(names).items()]
@@ -566,10 +568,6 @@ class StoreClient:
 
 
 # --- small pure helpers ---------------------------------------------------------------------------------------------
-
-
-def _pick(names: Sequence[BlockName], positions: Sequence[int]) -> Sequence[BlockName]:
-    return names if len(positions) == len(names) else [names[at] for at in positions]
 
 
 def _index(positions: Sequence[int]) -> slice | npt.NDArray[np.int64]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kvstore import control as verbs
 from kvstore import limits, wire
 from kvstore.errors import DeadlineExceeded, SpaceUnknown, StoreError, Unauthorized, Unavailable, VersionMismatch
-from kvstore.keys import BlockName
+from kvstore.keys import BlockName, ChainNames
 from kvstore.link import Call, NodeLink, Receive, Talk, deadline_after
 from kvstore.placement import Placement
 from kvstore.receive import take_json
@@ -84,6 +84,10 @@ class Fleet:
         if len(self.links) == 1:
             return {0: range(len(names))} if len(names) else {}
         groups: dict[int, list[int]] = {}
+        if isinstance(names, ChainNames):
+            for route, places in names.stripes():
+                groups.setdefault(self.placement.owner(route), []).extend(places)
+            return dict(groups)
         owners: dict[bytes, int] = {}
         for at, name in enumerate(names):
             owner = owners.get(name.route)

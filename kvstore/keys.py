@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from operator import index as as_integer
 from types import UnionType
-from typing import NewType
+from typing import NewType, overload
 
 import numpy as np
 from blake3 import blake3
@@ -221,13 +221,102 @@ class StateName:
     tail_tokens: int
 
 
+class ChainNames(Sequence[BlockName]):
+    """Names of consecutive blocks of one chain, as columns: a ``BlockName`` is made only when one is asked for.
+
+    Sees the rows that its chain had when it was made; a slice without a step copies nothing.
+    """
+
+    __slots__ = ("_columns", "_first", "_stop")
+
+    def __init__(self, columns: _Columns, first: int, stop: int) -> None:
+        self._columns = columns
+        self._first = first
+        self._stop = stop
+
+    @property
+    def keys(self) -> bytes:
+        """All keys, one behind another."""
+        return bytes(self._columns.keys[KEY_BYTES * self._first : KEY_BYTES * self._stop])
+
+    @property
+    def token_digests(self) -> bytes:
+        """All token digests, one behind another."""
+        return bytes(self._columns.token_digests[TOKEN_DIGEST_BYTES * self._first : TOKEN_DIGEST_BYTES * self._stop])
+
+    def stripes(self) -> Iterator[tuple[BlockKey, range]]:
+        """The route of each stripe, and which of these names lie in it."""
+        at = self._first
+        while at < self._stop:
+            stop = min(at - at % STRIPE_BLOCKS + STRIPE_BLOCKS, self._stop)
+            yield self._columns.key(at - at % STRIPE_BLOCKS), range(at - self._first, stop - self._first)
+            at = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._first
+
+    @overload
+    def __getitem__(self, at: int) -> BlockName: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[BlockName]: ...
+    def __getitem__(self, at: int | slice) -> BlockName | Sequence[BlockName]:
+        if isinstance(at, slice):
+            first, stop, step = at.indices(len(self))
+            if step != 1:
+                return [self[index] for index in range(first, stop, step)]
+            return ChainNames(self._columns, self._first + first, self._first + max(first, stop))
+        index = at + len(self) if at < 0 else at
+        if not 0 <= index < len(self):
+            raise IndexError(f"name {at} of {len(self)}")
+        return self._columns.name(self._first + index)
+
+    def __iter__(self) -> Iterator[BlockName]:
+        return map(self._columns.name, range(self._first, self._stop))
+
+    def __eq__(self, other: object) -> bool:
+        """As a list's: the same names in the same order."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == name for mine, name in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"ChainNames({list(self)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Keys and token digests of a chain's complete blocks. They grow; what is there does not change."""
+
+    space_id: SpaceId
+    keys: bytearray
+    token_digests: bytearray
+
+    def __len__(self) -> int:
+        return len(self.token_digests) // TOKEN_DIGEST_BYTES
+
+    def key(self, index: int) -> BlockKey:
+        return BlockKey(bytes(self.keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]))
+
+    def parent(self, index: int) -> BlockKey:
+        return self.key(index - 1) if index else BlockKey(bytes(self.space_id))
+
+    def token_digest(self, index: int) -> TokenDigest:
+        return TokenDigest(bytes(self.token_digests[TOKEN_DIGEST_BYTES * index : TOKEN_DIGEST_BYTES * (index + 1)]))
+
+    def name(self, index: int) -> BlockName:
+        key, route = self.key(index), self.key(index - index % STRIPE_BLOCKS)
+        return BlockName(key, self.parent(index), self.token_digest(index), route, index)
+
+
 class TokenChain:
     """The keys of one growing token sequence in one space.
 
     Appending is amortised: each complete block is hashed once. Holds the token ids (u32); never prints them.
     """
 
-    __slots__ = ("_attachments", "_names", "_positions", "_tokens", "block_tokens", "space_id")
+    __slots__ = ("_attachments", "_columns", "_positions", "_tokens", "block_tokens", "space_id")
 
     def __init__(
         self,
@@ -243,7 +332,7 @@ class TokenChain:
         self.space_id = space_id
         self.block_tokens = block_tokens
         self._tokens: list[int] = []
-        self._names: list[BlockName] = []
+        self._columns = _Columns(space_id, bytearray(), bytearray())
         self._attachments = tuple(sorted(attachments, key=lambda item: (item.position, item.digest)))
         self._positions = [item.position for item in self._attachments]
         self.append(tokens)
@@ -252,15 +341,15 @@ class TokenChain:
         return len(self._tokens)
 
     @property
-    def names(self) -> Sequence[BlockName]:
-        """Names of the complete blocks, in order."""
-        return self._names
+    def names(self) -> ChainNames:
+        """Names of the blocks that are complete now, in order."""
+        return ChainNames(self._columns, 0, len(self._columns))
 
     @property
     def tokens(self) -> Sequence[int]:
         return self._tokens
 
-    def append(self, tokens: Iterable[int]) -> list[BlockName]:
+    def append(self, tokens: Iterable[int]) -> Sequence[BlockName]:
         """Add token ids; returns the names of the blocks that they completed.
 
         Raises ValueError, and adds nothing, when one of them is not an integer in 0..2^32-1.
@@ -272,30 +361,26 @@ class TokenChain:
         if new and not (min(new) >= 0 and max(new) <= TOKEN_ID_MAX):
             raise ValueError("token ids are u32: 0..2^32-1")
         self._tokens.extend(new)
-        first = len(self._names)
+        columns, first = self._columns, len(self._columns)
         for index in range(first, len(self._tokens) // self.block_tokens):
             begin = index * self.block_tokens
             content = self._content(begin, begin + self.block_tokens)
-            parent = self._names[-1].key if self._names else BlockKey(bytes(self.space_id))
-            previous = self._names[-1].token_digest if self._names else _ROOT_DIGEST
-            key = BlockKey(blake3(parent + content, key=_BLOCK).digest())
-            digest = TokenDigest(blake3(previous + content, key=_TOKENS).digest(TOKEN_DIGEST_BYTES))
-            route = key if index % STRIPE_BLOCKS == 0 else self._names[-1].route
-            self._names.append(BlockName(key, parent, digest, route, index))
-        return self._names[first:]
+            previous = columns.token_digest(index - 1) if index else _ROOT_DIGEST
+            columns.keys.extend(blake3(columns.parent(index) + content, key=_BLOCK).digest())
+            columns.token_digests.extend(blake3(previous + content, key=_TOKENS).digest(TOKEN_DIGEST_BYTES))
+        return self.names[first:]
 
     def state_name(self, position: int) -> StateName:
         """Name of the state after ``position`` tokens. Raises ValueError beyond the chain's length."""
         if not 0 <= position <= len(self._tokens):
             raise ValueError(f"position {position} is outside the {len(self._tokens)} tokens of the chain")
         blocks, tail = divmod(position, self.block_tokens)
-        parent = self._names[blocks - 1] if blocks else None
-        parent_key = parent.key if parent else BlockKey(bytes(self.space_id))
+        parent = self._columns.parent(blocks)
         content = self._content(position - tail, position)
         return StateName(
-            key=StateKey(blake3(parent_key + content, key=_STATE).digest()),
-            parent=parent_key,
-            route=parent.route if parent else parent_key,
+            key=StateKey(blake3(parent + content, key=_STATE).digest()),
+            parent=parent,
+            route=self._columns.name(blocks - 1).route if blocks else parent,
             position=position,
             tail_tokens=tail,
         )

@@ -24,7 +24,7 @@ import xxhash
 from kvstore import limits
 from kvstore.access import TOKEN_BYTES_MAX
 from kvstore.errors import InternalError, Overloaded, ProtocolError, StoreError, VersionMismatch, from_code
-from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, TokenDigest
+from kvstore.keys import BlockKey, BlockName, ChainNames, SpaceId, StateKey, StateName, TokenDigest
 from kvstore.store import AckLevel, Lookup, Presence, PutOutcome, StateEntry
 
 MAGIC = b"RPKV"
@@ -172,7 +172,18 @@ class PackedNames(Sequence[BlockName]):
     def pack(cls, names: Sequence[BlockName]) -> PackedNames:
         if isinstance(names, PackedNames):
             return names
+        if isinstance(names, ChainNames):
+            return cls(names.keys, names.token_digests)
         return cls(b"".join([name.key for name in names]), b"".join([name.token_digest for name in names]))
+
+    def take(self, positions: Sequence[int]) -> PackedNames:
+        """Those at some positions, in that order."""
+        if positions == range(len(self)):
+            return self
+        at = np.asarray(positions, np.intp)
+        keys = np.frombuffer(self.keys, f"V{limits.KEY_BYTES}")[at]
+        digests = np.frombuffer(self.token_digests, f"V{limits.TOKEN_DIGEST_BYTES}")[at]
+        return PackedNames(keys.tobytes(), digests.tobytes())
 
     def __len__(self) -> int:
         return len(self.keys) // limits.KEY_BYTES

@@ -9,7 +9,7 @@ import pytest
 
 PUBLIC = {
     "kvstore.keys": (
-        "Attachment AttentionGroup BlockName ShardCoordinate Space StateName TokenChain decode_space "
+        "Attachment AttentionGroup BlockName ChainNames ShardCoordinate Space StateName TokenChain decode_space "
         "differing_fields encode_space space_id tenant_salt"
     ),
     "kvstore.store": (

@@ -6,7 +6,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from kvstore.keys import (
     Attachment,
     AttentionGroup,
+    BlockName,
+    ChainNames,
     ShardCoordinate,
     Space,
     SpaceId,
@@ -252,7 +254,7 @@ def test_appending_in_any_chunks_gives_the_same_keys(tokens: list[int], cuts: li
     """How tokens arrive does not matter; each complete block is returned exactly once."""
     whole = TokenChain(ROOT, block_tokens, tokens)
     grown = TokenChain(ROOT, block_tokens)
-    returned = []
+    returned: list[BlockName] = []
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     for begin, end in pairwise(edges):
         returned += grown.append(tokens[begin:end])
@@ -260,6 +262,49 @@ def test_appending_in_any_chunks_gives_the_same_keys(tokens: list[int], cuts: li
     assert len(whole.names) == len(tokens) // block_tokens
     assert len(grown) == len(tokens)
     assert all(grown.state_name(at) == whole.state_name(at) for at in range(len(tokens) + 1))
+
+
+@given(st.integers(0, 70), st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_names_of_a_chain_are_those_of_a_list(blocks: int, data: st.DataObject) -> None:
+    """Indices, slices of slices, columns and comparisons: a chain's names, held as columns, differ from a list in
+    nothing that is asked of both.
+    """
+    edges = st.none() | st.integers(-blocks - 2, blocks + 2)
+    names: Sequence[BlockName] = TokenChain(ROOT, 1, range(blocks)).names
+    listed = list(names)
+    for _ in range(2):
+        cut = slice(data.draw(edges), data.draw(edges), data.draw(st.sampled_from([None, 1, 2, -1])))
+        assert names == listed
+        assert list(names[cut]) == listed[cut]
+        assert len(names[cut]) == len(listed[cut])
+        cut = slice(cut.start, cut.stop)
+        names, listed = names[cut], listed[cut]
+    assert names != [*listed, *listed[:1], BASE]
+    assert (names != listed[1:]) == bool(listed)
+    for at in range(-len(listed), len(listed)):
+        assert names[at] == listed[at]
+    for at in (len(listed), -len(listed) - 1):
+        with pytest.raises(IndexError):
+            names[at]
+    assert isinstance(names, ChainNames)
+    assert (names.keys, names.token_digests) == (
+        b"".join(name.key for name in listed),
+        b"".join(name.token_digest for name in listed),
+    )
+    assert [(route, at) for route, places in names.stripes() for at in places] == [
+        (name.route, at) for at, name in enumerate(listed)
+    ]
+
+
+def test_names_that_were_taken_do_not_grow_with_their_chain() -> None:
+    """Whoever holds the names of a prefix asks for that prefix, whatever was appended since."""
+    chain = TokenChain(ROOT, 1, range(3))
+    names, listed = chain.names, list(chain.names)
+    more = chain.append(range(20))
+    assert names == listed
+    assert len(chain.names) == 23
+    assert [name.index for name in more] == list(range(3, 23))
 
 
 @given(st.lists(u32, min_size=1, max_size=40), st.data())

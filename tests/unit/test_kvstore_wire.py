@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore import control, limits, wire
 from kvstore.errors import BY_CODE, Overloaded, ProtocolError, VersionMismatch
-from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, TokenDigest
+from kvstore.keys import BlockKey, BlockName, SpaceId, StateKey, StateName, TokenChain, TokenDigest
 from kvstore.store import (
     BlockInfo,
     ClassEffect,
@@ -120,6 +120,23 @@ def test_packed_names_are_a_sequence_of_the_names(names: list[BlockName]) -> Non
         assert packed[-1] == names[-1]
     with pytest.raises(IndexError):
         packed[len(names)]
+
+
+@given(names=NAMES, data=st.data())
+def test_packed_names_are_taken_in_any_order(names: list[BlockName], data: st.DataObject) -> None:
+    """As picking from a list does: a permutation, a part, one more than once, or all as they are."""
+    places = data.draw(st.lists(st.integers(0, len(names) - 1), max_size=20)) if names else []
+    packed = wire.PackedNames.pack(names)
+    assert list(packed.take(places)) == [names[at] for at in places]
+    assert list(packed.take(range(len(names))[::-1])) == names[::-1]
+    assert packed.take(range(len(names))) is packed
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
+def test_names_of_a_chain_are_packed_as_those_of_a_list(blocks: int, first: int, stop: int) -> None:
+    names = TokenChain(SpaceId(bytes(32)), 1, range(blocks)).names[first:stop]
+    packed, listed = wire.PackedNames.pack(names), wire.PackedNames.pack(list(names))
+    assert (packed.keys, packed.token_digests) == (listed.keys, listed.token_digests)
 
 
 @given(
