@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import xxhash
@@ -73,6 +73,7 @@ class Opcode(IntEnum):
     EXTENTS = 10
     RELEASE = 11
     PUT_LOCAL = 12
+    CONFIRM = 13
     ERROR = 255
 
 
@@ -370,6 +371,12 @@ def decode_get(body: bytes) -> GetRequest:
 # --- put and touch --------------------------------------------------------------------------------------------------
 
 
+PutAck = AckLevel | Literal["begun"]
+"""``begun``: as ``os``, but the device is at work already, because a CONFIRM follows, which makes it ``disk``."""
+PUT_ACKS: tuple[PutAck, ...] = ("os", "disk", "begun")
+"""By their number in PUT."""
+
+
 @dataclass(frozen=True, slots=True)
 class PutRow:
     """One block of a put; its payload follows in the frame, in order. ``checksum``: xxh3_64 when it was submitted."""
@@ -385,11 +392,11 @@ class PutRow:
 class PutRequest:
     space_id: SpaceId
     traffic_class: int
-    ack: AckLevel
+    ack: PutAck
     rows: tuple[PutRow, ...]
 
 
-def encode_put(space_id: SpaceId, traffic_class: int, ack: AckLevel, rows: Sequence[PutRow]) -> bytes:
+def encode_put(space_id: SpaceId, traffic_class: int, ack: PutAck, rows: Sequence[PutRow]) -> bytes:
     if len(rows) > limits.BATCH_BLOCKS_MAX:
         raise ValueError(f"a put has at most {limits.BATCH_BLOCKS_MAX} blocks")
     packed = (
@@ -405,13 +412,13 @@ def encode_put(space_id: SpaceId, traffic_class: int, ack: AckLevel, rows: Seque
         )
         for row in rows
     )
-    return _PUT.pack(space_id, traffic_class, ack == "disk", len(rows)) + b"".join(packed)
+    return _PUT.pack(space_id, traffic_class, PUT_ACKS.index(ack), len(rows)) + b"".join(packed)
 
 
 def decode_put(body: bytes) -> PutRequest:
     reader = Reader(body, "PUT")
-    space_id, traffic_class, disk, count = reader.unpack(_PUT)
-    if count > limits.BATCH_BLOCKS_MAX or disk > 1 or traffic_class == 0:
+    space_id, traffic_class, ack, count = reader.unpack(_PUT)
+    if count > limits.BATCH_BLOCKS_MAX or ack >= len(PUT_ACKS) or traffic_class == 0:
         raise ProtocolError("PUT carries a count, class or acknowledgement level out of bounds")
     rows = []
     for key, parent, token_digest, checksum, index, tokens, payload_bytes, flags in reader.rows(_PUT_ROW, count):
@@ -420,7 +427,7 @@ def decode_put(body: bytes) -> PutRequest:
         name = BlockName(BlockKey(key), BlockKey(parent), TokenDigest(token_digest), BlockKey(key), index)
         rows.append(PutRow(name, tokens, payload_bytes, flags, checksum))
     reader.end()
-    return PutRequest(SpaceId(space_id), traffic_class, "disk" if disk else "os", tuple(rows))
+    return PutRequest(SpaceId(space_id), traffic_class, PUT_ACKS[ack], tuple(rows))
 
 
 def encode_put_reply(outcomes: Sequence[PutOutcome]) -> bytes:
@@ -437,6 +444,39 @@ def decode_put_reply(body: bytes) -> list[PutOutcome]:
     if count and max(codes) > max(PutOutcome):
         raise ProtocolError(f"PUT reply carries an unknown outcome {max(codes)}")
     return [PutOutcome(code) for code in codes]
+
+
+def encode_confirm(space_id: SpaceId, keys: Sequence[BlockKey]) -> bytes:
+    if len(keys) > limits.LOOKUP_KEYS_MAX:
+        raise ValueError(f"a confirmation has at most {limits.LOOKUP_KEYS_MAX} keys, not {len(keys)}")
+    return _GET.pack(space_id, len(keys)) + b"".join(keys)
+
+
+def decode_confirm(body: bytes) -> tuple[SpaceId, list[BlockKey]]:
+    reader = Reader(body, "CONFIRM")
+    space_id, count = reader.unpack(_GET)
+    if count > limits.LOOKUP_KEYS_MAX:
+        raise ProtocolError("CONFIRM carries a count beyond its bound")
+    data = reader.take(limits.KEY_BYTES * count)
+    reader.end()
+    begins = range(0, len(data), limits.KEY_BYTES)
+    return SpaceId(space_id), [BlockKey(data[at : at + limits.KEY_BYTES]) for at in begins]
+
+
+def encode_confirm_reply(kept: Sequence[bool]) -> bytes:
+    return _COUNT.pack(len(kept)) + bytes(kept)
+
+
+def decode_confirm_reply(body: bytes) -> list[bool]:
+    reader = Reader(body, "CONFIRM reply")
+    (count,) = reader.unpack(_COUNT)
+    if count > limits.LOOKUP_KEYS_MAX:
+        raise ProtocolError("CONFIRM reply carries a count beyond its bound")
+    kept = reader.take(count)
+    reader.end()
+    if count and max(kept) > 1:
+        raise ProtocolError("CONFIRM reply carries what is neither yes nor no")
+    return [bool(each) for each in kept]
 
 
 @dataclass(frozen=True, slots=True)

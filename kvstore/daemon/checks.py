@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PIN_UNTIL_S_MAX
-from kvstore.store import FLAGS_KNOWN, AckLevel, BlockPut, Pin
+from kvstore.store import FLAGS_KNOWN, BlockPut, Pin
 from kvstore.traffic import CLASS_MAX, ClassRules
 from kvstore.units import format_bytes
+from kvstore.wire import PUT_ACKS, PutAck
 
 
-def check_put(blocks: Sequence[BlockPut], traffic_class: int, ack: AckLevel, checksums: Sequence[int] | None) -> None:
+def check_put(blocks: Sequence[BlockPut], traffic_class: int, ack: PutAck, checksums: Sequence[int] | None) -> None:
     """Everything of a put but its payloads' lengths."""
     check_count(blocks, BATCH_BLOCKS_MAX, "a put", "blocks")
     check_class(traffic_class)
-    if ack not in ("os", "disk"):
-        raise ValueError(f"acknowledgement level {ack!r} is not one of 'os', 'disk'")
+    if ack not in PUT_ACKS:
+        raise ValueError(f"acknowledgement level {ack!r} is not one of {', '.join(map(repr, PUT_ACKS))}")
     if checksums is not None and len(checksums) != len(blocks):
         raise ValueError(f"{len(blocks)} blocks but {len(checksums)} checksums")
     for block in blocks:

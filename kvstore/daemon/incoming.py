@@ -1,9 +1,9 @@
 """Puts on their way in: payloads received into reused buffers, or lying in memory that a neighbour shares.
 
-Owns PUT and PUT_LOCAL. Does not know where blocks are written, nor what else a connection may ask. Invariants: the
-payload of a refused block is read all the same, so that the next frame begins where it should; what is held in memory
-counts against the admission's budget; a put of which nothing found room there is answered by Overloaded, which says
-when to come again, so that outcome REFUSED is mostly for what waiting a little does not change.
+Owns PUT, PUT_LOCAL and CONFIRM. Does not know where blocks are written, nor what else a connection may ask. Invariants:
+the payload of a refused block is read all the same, so that the next frame begins where it should; what is held in
+memory counts against the admission's budget; a put of which nothing found room there is answered by Overloaded, which
+says when to come again, so that outcome REFUSED is mostly for what waiting a little does not change.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvstore.daemon.admission import Admission
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.request import Request, neighbour_of
 from kvstore.errors import CapacityProtected, Overloaded, ProtocolError
-from kvstore.keys import SpaceId
-from kvstore.store import AckLevel, BlockPut, PutOutcome
+from kvstore.keys import BlockKey, SpaceId
+from kvstore.store import BlockPut, PutOutcome
 from kvstore.traffic import TrafficClass
 
 ADMISSION_WAIT_S_MAX = 1.0
@@ -33,10 +33,12 @@ class CheckedPuts(Protocol):
         blocks: Sequence[BlockPut],
         *,
         traffic_class: TrafficClass,
-        ack: AckLevel = ...,
+        ack: wire.PutAck = ...,
         deadline_s: float = ...,
         checksums: Sequence[int] | None = ...,
     ) -> list[PutOutcome]: ...
+
+    def confirm(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = ...) -> list[bool]: ...
 
 
 class IncomingPuts:
@@ -75,6 +77,10 @@ class IncomingPuts:
         outcomes = self._store(request, asked, asked.rows, neighbour.arena(offset, size))
         self._metrics.payload_in.inc(size)
         request.answer(wire.encode_put_reply(outcomes))
+
+    def confirm(self, request: Request) -> None:
+        space_id, keys = wire.decode_confirm(request.body)
+        request.answer(wire.encode_confirm_reply(self._backend.confirm(space_id, keys, deadline_s=request.left_s())))
 
     def _put_group(self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow]) -> list[PutOutcome]:
         """Receive some blocks into one buffer and store them. Raises Overloaded, with the payload read past."""

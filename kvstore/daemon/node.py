@@ -35,6 +35,7 @@ from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
 from kvstore.daemon.presence import FOREVER_S, digest_words, key_words
+from kvstore.daemon.questions import best_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
@@ -53,7 +54,6 @@ from kvstore.limits import (
     STATE_TTL_S_DEFAULT,
 )
 from kvstore.store import (
-    AckLevel,
     BlockInfo,
     BlockPut,
     Buffer,
@@ -69,7 +69,7 @@ from kvstore.store import (
     StateEntry,
 )
 from kvstore.traffic import ClassRules, TrafficClass
-from kvstore.wire import PackedNames, keys_of
+from kvstore.wire import PackedNames, PutAck, keys_of
 
 T = TypeVar("T")
 
@@ -296,7 +296,7 @@ class Node:
         blocks: Sequence[BlockPut],
         *,
         traffic_class: TrafficClass,
-        ack: AckLevel = "os",
+        ack: PutAck = "os",
         deadline_s: float = DEADLINE_S_DEFAULT,
         checksums: Sequence[int] | None = None,
     ) -> list[PutOutcome]:
@@ -330,6 +330,19 @@ class Node:
             for position in homes[shard]:
                 outcomes[position] = PutOutcome.UNREACHABLE
         return outcomes
+
+    def confirm(
+        self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT
+    ) -> list[bool]:
+        """Wait until stored blocks are on disk; which of them are (or were, and have been removed since).
+
+        The others are gone. Raises DeadlineExceeded.
+        """
+        self._check_open()
+        check_count(keys, LOOKUP_KEYS_MAX, "a confirmation", "keys")
+        end_s, now_s = time.monotonic() + deadline_s, int(self._clock.now_s())
+        lost = self._on_each(lambda shard: shard.lost(space_id, keys, now_s, max(0.0, end_s - time.monotonic())))
+        return [not any(at in each for each in lost) for at in range(len(keys))]
 
     def touch(
         self,
@@ -623,17 +636,7 @@ class Node:
     def _sight(self, space_id: SpaceId, name: BlockName) -> Sighting:
         now_s = self._clock.now_s()
         sightings = [shard.sight(name, space_id, now_s) for shard in self._shards]
-        order = (
-            Presence.NEVER,
-            Presence.EVICTED,
-            Presence.EXPIRED,
-            Presence.QUARANTINED,
-            Presence.PURGED,
-            Presence.PRESENT,
-        )
-        best = max(sightings, key=lambda sighting: (order.index(sighting.presence), sighting.since_s))
-        others = sorted({space for sighting in sightings for space in sighting.other_spaces})
-        return replace(best, other_spaces=tuple(others))
+        return best_of(sightings)
 
     def _start_sweeper(self) -> None:
         if self._config.sweep_interval_s > 0:

@@ -7,6 +7,9 @@ counts only while the map names the same place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from kvstore.daemon.index import IndexDamaged, place_words
@@ -55,6 +58,21 @@ def sight(ledger: Ledger, name: BlockName, space_id: SpaceId, now_s: float) -> S
     except IndexDamaged as error:
         raise VolumeError(str(error)) from error
     return Sighting(Presence.PRESENT, int(rows["written_s"][0]) if len(rows) else 0, until_s, others)
+
+
+def best_of(sightings: Sequence[Sighting]) -> Sighting:
+    """What several shards remember of one block, as one."""
+    order = (
+        Presence.NEVER,
+        Presence.EVICTED,
+        Presence.EXPIRED,
+        Presence.QUARANTINED,
+        Presence.PURGED,
+        Presence.PRESENT,
+    )
+    best = max(sightings, key=lambda sighting: (order.index(sighting.presence), sighting.since_s))
+    others = sorted({space for sighting in sightings for space in sighting.other_spaces})
+    return replace(best, other_spaces=tuple(others))
 
 
 def _spaces_with(ledger: Ledger, token_digest: bytes, now_s: float) -> set[SpaceId]:

@@ -46,11 +46,14 @@ OPCODES: Mapping[Opcode, frozenset[Role]] = {
     Opcode.EXTENTS: _WORKER,
     Opcode.RELEASE: _WORKER,
     Opcode.PUT_LOCAL: _WORKER,
+    Opcode.CONFIRM: _WRITERS,
     Opcode.ERROR: frozenset(),
 }
 """Who may send a frame."""
 
-SPACED = frozenset({Opcode.LOOKUP, Opcode.GET, Opcode.PUT, Opcode.TOUCH, Opcode.PUT_STATE, Opcode.GET_STATE})
+SPACED = frozenset(
+    {Opcode.LOOKUP, Opcode.GET, Opcode.PUT, Opcode.TOUCH, Opcode.PUT_STATE, Opcode.GET_STATE, Opcode.CONFIRM}
+)
 """Messages of one space, whose id they begin with; what else names a space, a tenant may not send."""
 
 WRITING = frozenset({Opcode.PUT, Opcode.PUT_STATE})

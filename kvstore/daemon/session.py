@@ -90,6 +90,7 @@ class Session:
             wire.Opcode.EXTENTS: self._outgoing.lend,
             wire.Opcode.RELEASE: self._outgoing.release,
             wire.Opcode.PUT_LOCAL: self._incoming.put_local,
+            wire.Opcode.CONFIRM: self._incoming.confirm,
         }
 
     # --- frames -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
-from kvstore.daemon.durability import GroupCommit
+from kvstore.daemon.confirmations import Confirmations
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
@@ -56,10 +56,10 @@ from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
 from kvstore.limits import TOMBSTONES_MAX
-from kvstore.store import AckLevel, BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
+from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
-from kvstore.wire import PackedNames
+from kvstore.wire import PackedNames, PutAck
 
 CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
@@ -95,9 +95,7 @@ class Shard:
         self._writer = threading.Lock()
         self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
         self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
-        self._commit = GroupCommit(self._flush, commit_window_s)
-        self._owed: set[Segment] = set()
-        """Segments that somebody waits to see on disk."""
+        self._confirmations = Confirmations(parts.ledger, commit_window_s)
         self._sealer = Sealer(self._seal)
         self.condition = Condition(parts.ledger, parts.layout)
 
@@ -297,23 +295,24 @@ class Shard:
         blocks: Incoming,
         class_byte: int,
         now_s: int,
-        ack: AckLevel,
+        ack: PutAck,
         deadline_s: float,
     ) -> list[PutOutcome]:
         """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
         end_s = time.monotonic() + deadline_s
         with self._writing(deadline_s):
-            outcomes = self._put.put(space_id, blocks, class_byte, now_s, for_disk=ack == "disk")
+            outcomes = self._put.put(space_id, blocks, class_byte, now_s, for_disk=ack != "os")
             self._ledger.compact_if_due()
-        if ack == "disk" and any(outcome.value <= PutOutcome.REPLACED for outcome in outcomes):
-            self._owe(blocks)
-            try:
-                self._commit.wait(max(0.0, end_s - time.monotonic()))
-            except OSError as error:
-                self._ledger.counters.write_errors += 1
-                log.error("flush_failed problem=%r", error)
-            return self._lose_unsynced(blocks, outcomes, now_s)
+        stored = [at for at, outcome in enumerate(outcomes) if outcome <= PutOutcome.REPLACED]
+        if ack == "disk" and stored:
+            keys = [blocks.keys[at] for at in stored]
+            for at in self._confirmations.lost(space_id, keys, now_s, max(0.0, end_s - time.monotonic())):
+                outcomes[stored[at]] = PutOutcome.REFUSED
         return outcomes
+
+    def lost(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: int, deadline_s: float) -> set[int]:
+        """Positions of stored blocks that the disk does not take, once it had the time (``Confirmations``)."""
+        return self._confirmations.lost(space_id, keys, now_s, deadline_s)
 
     def touch(self, space_id: SpaceId, names: Sequence[BlockName], class_byte: int, now_s: int) -> int:
         """Count a use; returns how many were present."""
@@ -507,34 +506,6 @@ class Shard:
             if not self._ledger.index.closed:
                 self._ledger.segments.seal_if_still(segment, generation)
 
-    def _owe(self, blocks: Incoming) -> None:
-        """The next flush is to make these blocks durable, and nothing that nobody waits for."""
-        with self._ledger.lock:
-            self._owed.update(place.segment for _, place in self._volatile(blocks))
-
-    def _volatile(self, blocks: Incoming) -> list[tuple[int, Place]]:
-        """Positions and places of blocks that are here but not on disk, as far as the disk can be believed."""
-        presence, segments = self._ledger.presence, self._ledger.segments.segments
-        slots = presence.slots(key_words(b"".join(blocks.keys)))
-        here = np.flatnonzero(slots >= 0)
-        numbers, offsets = presence.segments_of(slots[here]), presence.offsets_of(slots[here])
-        found: list[tuple[int, Place]] = []
-        for number in np.unique(numbers).tolist():
-            segment = segments.get(number)
-            mine = np.flatnonzero(numbers == number)
-            if segment is None or segment.is_durable(int(offsets[mine].max())):
-                continue
-            for at in mine[offsets[mine] >= segment.durable_end].tolist():
-                place = self._ledger.place(int(slots[here[at]]))
-                if place is not None:
-                    found.append((int(here[at]), place))
-        return found
-
-    def _flush(self) -> None:
-        with self._ledger.lock:
-            owed, self._owed = self._owed, set()
-        self._ledger.segments.flush(owed)
-
     def _read(self, space_id: SpaceId, name: BlockName, place: Place, buffer: bytearray | memoryview) -> RecordHeader:
         """Read and verify a whole block into a buffer of its payload's length. Raises RecordDamaged or OSError."""
         if place.codec == Codec.NONE:
@@ -598,16 +569,6 @@ class Shard:
             except OSError as error:
                 problem = error
         return problem
-
-    def _lose_unsynced(self, blocks: Incoming, outcomes: Sequence[PutOutcome], now_s: int) -> list[PutOutcome]:
-        """What the disk did not confirm, now or when its segment was sealed, is not acknowledged and not served."""
-        result = list(outcomes)
-        with self._ledger.changing():
-            for at, place in self._volatile(blocks):
-                if outcomes[at].value <= PutOutcome.REPLACED:
-                    result[at] = PutOutcome.REFUSED
-                    self._ledger.quarantine(place, now_s)
-        return result
 
 
 def _holds(place: Place, any_of: Set[BlockKey]) -> bool:

@@ -39,6 +39,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "get": (wire.decode_get, wire.encode_get(SPACE, CHAIN.names, [1, 2, 3])),
     "put": (wire.decode_put, wire.encode_put(SPACE, 1, "disk", [ROW, ROW])),
     "put reply": (wire.decode_put_reply, wire.encode_put_reply(list(PutOutcome))),
+    "confirm": (wire.decode_confirm, wire.encode_confirm(SPACE, [name.key for name in CHAIN.names])),
+    "confirm reply": (wire.decode_confirm_reply, wire.encode_confirm_reply([True, False])),
     "touch": (wire.decode_touch, wire.encode_touch(SPACE, 2, CHAIN.names)),
     "count": (wire.decode_count, wire.encode_count(7)),
     "state": (wire.decode_state, wire.encode_state(SPACE, CHAIN.state_name(5), flags=1, checksum=9)),

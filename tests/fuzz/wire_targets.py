@@ -67,8 +67,18 @@ MESSAGES: dict[str, tuple[Decode, Encode, bytes]] = {
         lambda found: wire.encode_get(found.space_id, found.names, found.wanted_bytes),
         wire.encode_get(SPACE, CHAIN.names, [1, 2, 3]),
     ),
-    "put": (wire.decode_put, _put_body, wire.encode_put(SPACE, 1, "disk", [ROW, ROW])),
+    "put": (wire.decode_put, _put_body, wire.encode_put(SPACE, 1, "begun", [ROW, ROW])),
     "put reply": (wire.decode_put_reply, wire.encode_put_reply, wire.encode_put_reply(list(PutOutcome))),
+    "confirm": (
+        wire.decode_confirm,
+        lambda found: wire.encode_confirm(*found),
+        wire.encode_confirm(SPACE, [name.key for name in CHAIN.names]),
+    ),
+    "confirm reply": (
+        wire.decode_confirm_reply,
+        wire.encode_confirm_reply,
+        wire.encode_confirm_reply([True, False]),
+    ),
     "touch": (
         wire.decode_touch,
         lambda found: wire.encode_touch(found.space_id, found.traffic_class, found.names),
@@ -296,6 +306,7 @@ def conversation_seeds() -> list[bytes]:
         wire.Opcode.SHARE: (b"\0", sharing.encode_share(4096)),
         wire.Opcode.EXTENTS: (b"", key),
         wire.Opcode.RELEASE: (b"", b""),
+        wire.Opcode.CONFIRM: (b"", wire.encode_confirm(SPACE, [CHAIN.names[0].key])),
         wire.Opcode.PUT_LOCAL: (b"", sharing.encode_put_local(0, put)),
     }
 

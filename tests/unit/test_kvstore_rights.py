@@ -39,6 +39,7 @@ MAY: dict[str, set[Role]] = {
     "EXTENTS": {W},
     "RELEASE": {W},
     "PUT_LOCAL": {W},
+    "CONFIRM": {W, T},
     "register_space": {W, T},
     "report_corrupt": {W, R, P, T},
     "policy": {W, R, P, T},
@@ -100,6 +101,7 @@ def requests() -> dict[str, Call]:
         "EXTENTS": Call(Opcode.EXTENTS, get),
         "RELEASE": Call(Opcode.RELEASE, b""),
         "PUT_LOCAL": Call(Opcode.PUT_LOCAL, sharing.encode_put_local(0, put)),
+        "CONFIRM": Call(Opcode.CONFIRM, wire.encode_confirm(SPACE_ID, [NAME.key])),
     }
     space, key, name = SPACE_ID.hex(), NAME.key.hex(), control.name_to_json(NAME)
     args: dict[str, dict[str, Any]] = {
