@@ -2,8 +2,9 @@
 
 Owns the decision for one connection and one request, by the peer's token. Does not know the tables (``rights``), how
 tokens are kept (``tokens``), or what a request does. Invariants: what a peer says of itself can only take rights away;
-a token that is no longer taken lets nothing more pass; of a space that is registered nowhere a tenant learns nothing;
-reports of corrupt blocks, each of which makes the daemon read one, are bounded in rate by connection and by node.
+a token that is no longer taken lets nothing more pass; a tenant finds nothing in a space that is not provably its own,
+and cannot tell another's from one that does not exist; reports of corrupt blocks, each of which makes the daemon read
+one, are bounded in rate by connection and by node.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Gate:
     def check(self, request: Request) -> None:
         """Let a request pass that its peer may make. Raises Unauthorized, SpaceUnknown.
 
-        What a tenant asks of a space that is registered nowhere is asked of one that nobody has, where it misses.
+        What a tenant asks of a space that is not provably its own is asked of one that nobody has, where it misses.
         """
         grant, opcode = self._grant_of(request.connection), request.header.opcode
         if opcode not in grant.opcodes:
@@ -74,10 +75,11 @@ class Gate:
         if not grant.salts or opcode not in SPACED:
             return
         asked = SpaceId(request.body[: limits.KEY_BYTES])
-        if self._spaces.space_of(asked) is not None or opcode in WRITING:
-            self._check_reach(grant, asked)
-        else:
-            request.body = _NOWHERE[: len(asked)] + request.body[limits.KEY_BYTES :]
+        if self._reaches(grant, asked):
+            return
+        if opcode in WRITING:
+            raise _unknown(asked)
+        request.body = _NOWHERE[: len(asked)] + request.body[limits.KEY_BYTES :]
 
     def check_verb(self, connection: Connection, verb: str, args: control.Json) -> None:
         """As ``check``, for a control verb; one that nobody knows is left to who calls it. Raises Overloaded too."""
@@ -93,7 +95,9 @@ class Gate:
             if not grant.reaches(space):
                 raise Unauthorized("the space does not carry the salt of this token's tenant")
         elif "space_id" in args:
-            self._check_reach(grant, control.reading(verb, lambda: control.space_id_of(args["space_id"])))
+            asked = control.reading(verb, lambda: control.space_id_of(args["space_id"]))
+            if not self._reaches(grant, asked):
+                raise _unknown(asked)
 
     def _bound_reports(self, connection: Connection) -> None:
         now_s = self._monotonic()
@@ -104,12 +108,9 @@ class Gate:
         if wait_s:
             raise Overloaded("so many blocks were reported that no more are looked at for a while", wait_s)
 
-    def _check_reach(self, grant: Grant, asked: SpaceId) -> None:
+    def _reaches(self, grant: Grant, asked: SpaceId) -> bool:
         space = self._spaces.space_of(asked)
-        if space is None:
-            raise SpaceUnknown(f"space {asked.hex()} was never registered here: call register_space first")
-        if not grant.reaches(space):
-            raise Unauthorized("the space does not carry the salt of this token's tenant")
+        return space is not None and grant.reaches(space)
 
     def _grant_of(self, connection: Connection) -> Grant:
         """What the peer may do now. Raises Unauthorized if its token is no longer taken."""
@@ -120,4 +121,10 @@ class Gate:
             if token is None:
                 raise Unauthorized("this token is no longer taken")
             connection.version, connection.token = version, token
+            connection.trusted = connection.trusted and Role.WORKER in token.grant.roles
         return connection.token.grant
+
+
+def _unknown(asked: SpaceId) -> SpaceUnknown:
+    """What a store says of a space that was never registered: the client registers it, if it may, and tries again."""
+    return SpaceUnknown(f"space {asked.hex()} was never registered here: call register_space first")

@@ -21,7 +21,7 @@ from kvstore.daemon.server import Server
 from kvstore.daemon.tokens import Tokens
 from kvstore.errors import Overloaded, SpaceUnknown, StoreError, Unauthorized
 from kvstore.framing import Channel
-from kvstore.keys import SpaceId, StateName, space_id, tenant_salt
+from kvstore.keys import Space, SpaceId, StateName, space_id, tenant_salt
 from kvstore.store import GetStatus, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
@@ -82,29 +82,61 @@ def uses(store: StoreClient, space: SpaceId) -> list[Callable[[], object]]:
     ]
 
 
+def storing(store: StoreClient, space: SpaceId) -> list[Callable[[], object]]:
+    _, _, put, _, put_state, _ = uses(store, space)
+    return [put, put_state]
+
+
+def found_nothing(store: StoreClient, space: SpaceId) -> None:
+    lookup, get, _, touch, _, get_state = uses(store, space)
+    answer: Any = lookup()
+    assert (answer.prefix_blocks(), answer.complete, answer.states) == (0, True, ())
+    assert get() == [GetStatus.MISS] * 2
+    assert (touch(), get_state()) == (0, None)
+
+
 @pytest.mark.parametrize("foreign", [OTHERS, SHARED], ids=["another tenant's", "nobody's"])
-def test_a_tenant_reaches_its_own_spaces_only(bench: Bench, foreign: Any) -> None:
-    """Whatever it does in another's space, that is registered and full, is refused, and changes nothing there."""
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_tenant_reaches_its_own_spaces_only(bench: Bench, foreign: Space, registered: bool) -> None:
+    """In another's space that is full it finds nothing and changes nothing, just as in one that does not exist."""
     worker, tenant = bench.client("worker"), bench.client("tenant:acme")
-    for store, space in ((worker, foreign), (tenant, MINE)):
-        store.register_space(space)
-        for use in uses(store, space_id(space)):
+    space = space_id(foreign)
+    if registered:
+        worker.register_space(foreign)
+        for use in uses(worker, space):
             use()
     before = bench.node.scan()[0]
+    assert len(before) == 2 * registered
+    found_nothing(tenant, space)
     with pytest.raises(Unauthorized, match="salt of this token's tenant"):
         tenant.register_space(foreign)
-    for use in uses(tenant, space_id(foreign)):
+    for use in storing(tenant, space):
         with pytest.raises(Unauthorized, match="salt of this token's tenant"):
             use()
+    tenant._spaces.clear()
+    for use in storing(tenant, space):
+        with pytest.raises(SpaceUnknown, match="never registered here"):
+            use()
+    refused = tenant._counts["unreachable"]
+    tenant._report_corrupt(0, space, a_chain(space, 1).names[0])
+    assert tenant._counts["unreachable"] == refused + 1, "a report was taken"
     assert bench.node.scan()[0] == before
-    name = a_chain(space_id(foreign), 1).names[0]
-    before_count = tenant._counts["unreachable"]
-    tenant._report_corrupt(0, space_id(foreign), name)
-    assert tenant._counts["unreachable"] == before_count + 1, "a report was taken"
 
 
-def test_a_space_registered_nowhere_holds_nothing_for_a_tenant(bench: Bench) -> None:
-    """Not even its own: nothing proves whose blocks they are that outlived the catalog. A put registers it first."""
+def test_a_tenant_uses_its_own_spaces_fully(bench: Bench) -> None:
+    tenant = bench.client("tenant:acme")
+    assert tenant.register_space(MINE) == space_id(MINE)
+    _, _, put, touch, put_state, get_state = uses(tenant, space_id(MINE))
+    assert put() == [PutOutcome.STORED] * 2
+    assert (touch(), put_state(), get_state()) == (2, True, (b"state", 0))
+    lookup, get, *_ = uses(tenant, space_id(MINE))
+    answer: Any = lookup()
+    assert (answer.prefix_blocks(), len(answer.states)) == (2, 1)
+    assert get() == [GetStatus.OK] * 2
+
+
+def test_blocks_that_outlived_the_catalog_are_no_tenants(bench: Bench) -> None:
+    """Nothing proves whose they are, until the space is registered again, which the next put does."""
     worker, tenant = bench.client("worker"), bench.client("tenant:acme")
     for space in (MINE, OTHERS):
         worker.register_space(space)
@@ -112,21 +144,11 @@ def test_a_space_registered_nowhere_holds_nothing_for_a_tenant(bench: Bench) -> 
             use()
     bench.node._catalog.content = replace(bench.node._catalog.content, spaces={})
     for space in (MINE, OTHERS):
-        names = a_chain(space_id(space), 2).names
-        lookup, get, _, touch, _, get_state = uses(tenant, space_id(space))
-        answer: Any = lookup()
-        assert answer.prefix_blocks() == 0
-        assert answer.complete
-        assert not answer.states
-        assert get() == [GetStatus.MISS] * 2
-        assert touch() == 0
-        assert get_state() is None
-        assert worker.lookup(space_id(space), names).prefix_blocks() == 2
-    for at in (2, 4):
-        with pytest.raises(SpaceUnknown):
-            uses(tenant, space_id(OTHERS))[at]()
+        found_nothing(tenant, space_id(space))
+        assert worker.lookup(space_id(space), a_chain(space_id(space), 2).names).prefix_blocks() == 2
     tenant._spaces[space_id(MINE)] = MINE
     assert uses(tenant, space_id(MINE))[2]() == [PutOutcome.TOUCHED] * 2
+    assert tenant.lookup(space_id(MINE), a_chain(space_id(MINE), 2).names).prefix_blocks() == 2
 
 
 def test_hello_takes_rights_away_and_gives_none(bench: Bench) -> None:
@@ -171,7 +193,10 @@ def test_a_token_taken_away_ends_what_its_connections_may(bench: Bench) -> None:
         use()
     text = bench.file.read_text()
     bench.file.write_text(text.replace('roles = ["worker"]', 'roles = ["reader"]'))
+    assert {connection.trusted for connection in bench.server._connections if connection.neighbour} == {True}
     assert until_refused(use_all[2]).endswith("this one has reader")
+    demoted = [connection for connection in bench.server._connections if connection.version == 1]
+    assert [connection.trusted for connection in demoted] == [False] * len(demoted) != []
     assert bench.client("worker").get_into(space_id(SHARED), a_chain(space_id(SHARED), 1).names, [bytearray(SIZE)]) == [
         GetStatus.OK
     ]
