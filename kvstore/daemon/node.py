@@ -39,6 +39,7 @@ from kvstore.daemon.questions import best_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.states import StatePool
+from kvstore.daemon.sweeper import Sweeper
 from kvstore.daemon.tallies import by_class, by_space, merge_effects
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
 from kvstore.daemon.watermark import Watermark
@@ -122,7 +123,7 @@ class Node:
         self._lanes = Lanes(self._shards)
         self._catalog_lock = threading.Lock()
         self._closed = threading.Event()
-        self._sweeper: threading.Thread | None = None
+        self._sweeper = Sweeper(lambda: self.sweep(apply=True), self._clock_watch, config.sweep_interval_s)
         self._scrubbers: list[Scrubber] = []
         self._started_s = time.monotonic()
 
@@ -188,7 +189,7 @@ class Node:
         if config.background:
             for shard in shards:
                 shard.seal_in_background()
-        node._start_sweeper()
+        node._sweeper.start()
         node._start_scrubbers()
         return node
 
@@ -545,8 +546,7 @@ class Node:
 
     def _shut(self, *, sync: bool) -> None:
         self._closed.set()
-        if self._sweeper is not None:
-            self._sweeper.join(timeout=10.0)
+        self._sweeper.stop()
         for scrubber in self._scrubbers:
             scrubber.stop(save=sync)
         self._lanes.close()
@@ -638,29 +638,12 @@ class Node:
         sightings = [shard.sight(name, space_id, now_s) for shard in self._shards]
         return best_of(sightings)
 
-    def _start_sweeper(self) -> None:
-        if self._config.sweep_interval_s > 0:
-            self._sweeper = threading.Thread(target=self._sweep_for_ever, name="sweep", daemon=True)
-            self._sweeper.start()
-
     def _start_scrubbers(self) -> None:
         if self._config.scrub_bytes_per_s > 0:
             rate = self._config.scrub_bytes_per_s
             self._scrubbers = [shard.scrubber(rate, self._clock) for shard in self._shards]
             for scrubber in self._scrubbers:
                 scrubber.start()
-
-    def _sweep_for_ever(self) -> None:
-        while not self._closed.wait(self._config.sweep_interval_s):
-            if not self._clock_watch.is_believed():
-                log.warning("sweep_left_out jumps=%d: the clock was set", self._clock_watch.jumps)
-                continue
-            try:
-                self.sweep(apply=True)
-            except Unavailable:
-                return
-            except Exception:  # the thread's seam: a sweep that failed is tried again at the next interval
-                log.exception("sweep_failed")
 
 
 def _check_capacity(config: NodeConfig, rules: ClassRules | None, files: Files) -> list[int]:
