@@ -8,18 +8,15 @@ the catalog before they are in force.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import logging
-import resource
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,15 +31,15 @@ from kvstore.daemon.files import Files
 from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
-from kvstore.daemon.presence import FOREVER_S, digest_words, key_words
+from kvstore.daemon.opening import NodeConfig as NodeConfig
+from kvstore.daemon.opening import open_directories, pin_ends
+from kvstore.daemon.presence import digest_words, key_words
 from kvstore.daemon.questions import best_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
-from kvstore.daemon.shard import Pins, Shard
+from kvstore.daemon.shard import Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.sweeper import Sweeper
 from kvstore.daemon.tallies import by_class, by_space, merge_effects
-from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
-from kvstore.daemon.watermark import Watermark
 from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, StoreError, Unavailable
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
 from kvstore.limits import (
@@ -51,8 +48,6 @@ from kvstore.limits import (
     LOOKUP_KEYS_MAX,
     SCAN_PAGE_MAX,
     STATE_BYTES_MAX,
-    STATE_POOL_BYTES_DEFAULT,
-    STATE_TTL_S_DEFAULT,
 )
 from kvstore.store import (
     BlockInfo,
@@ -75,30 +70,6 @@ from kvstore.wire import PackedNames, PutAck, keys_of
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """What a node is opened with. ``capacity_bytes`` is for all directories together, divided evenly.
-
-    ``segment_bytes`` None: as the directory was made, or by the capacity. ``sweep_interval_s`` 0: no sweep in the
-    background.
-    ``commit_window_s``: how long a group commit waits for company. ``background``: full segments are sealed beside the
-    writer.
-    """
-
-    directories: tuple[Path, ...]
-    capacity_bytes: int
-    segment_bytes: int | None = None
-    state_pool_bytes: int = STATE_POOL_BYTES_DEFAULT
-    state_ttl_s: float = STATE_TTL_S_DEFAULT
-    commit_window_s: float = 0.0
-    sweep_interval_s: float = 0.0
-    background: bool = False
-    scrub_bytes_per_s: int = 0
-    """Of each directory; 0: nothing is verified in the background."""
-    free_min_bytes: int | None = 0
-    """Left free on each directory's file system; None: a share of it."""
 
 
 class Node:
@@ -144,46 +115,9 @@ class Node:
         restart changes no deadline. Raises VolumeInUse, VolumeFormat, VolumeError; a capacity that cannot be had leaves
         no trace.
         """
-        if not config.directories or len(set(config.directories)) != len(config.directories):
-            raise ValueError("a node needs one data directory or more, each once")
-        _raise_open_files_limit()
-        files = files or Files()
-        free_min_bytes = _check_capacity(config, rules, files)
-        opened: list[Volume] = []
-        shards: list[Shard] = []
         events = EventLog()
-        try:
-            opened = [Volume.open(Path(path), create=True) for path in config.directories]
-            layouts = [_layout(volume, config) for volume in opened]
-            initial = Policy(1, rules, policy_text, int(clock.now_s())) if rules is not None else None
-            paths = [volume.catalog_path for volume in opened]
-            path = next((path for path in paths if path.exists()), paths[0])
-            catalog = Catalog.open(path, layouts[0].catalog_budget_bytes, initial)
-            in_force = catalog.content.policy
-            if rules is not None and in_force.rules != rules:
-                log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
-            pins = _pin_ends(catalog.content.pins)
-            for volume, layout, free_min in zip(opened, layouts, free_min_bytes, strict=True):
-                shards.append(
-                    Shard.open(
-                        volume,
-                        layout,
-                        files,
-                        in_force.rules,
-                        pins,
-                        new_generation=new_generation,
-                        now_s=int(BoundedClock(clock).now_s()),
-                        commit_window_s=config.commit_window_s,
-                        watermark=Watermark(files, volume.path, free_min),
-                        events=events,
-                    )
-                )
-        except BaseException:
-            for shard in shards:
-                shard.close()
-            for volume in opened:
-                volume.close()
-            raise
+        opened = open_directories(config, clock, rules, policy_text, files or Files(), new_generation, events)
+        shards, catalog = opened.shards, opened.catalog
         states = StatePool(config.state_pool_bytes, config.state_ttl_s, clock)
         node = cls(config, clock, shards, catalog, states, events)
         if config.background:
@@ -631,7 +565,7 @@ class Node:
         current = {place: pin for place, pin in pins.items() if pin.until_s == 0 or pin.until_s > now_s}
         self._catalog.update(pins=current)
         for shard in self._shards:
-            shard.set_pins(_pin_ends(current))
+            shard.set_pins(pin_ends(current))
 
     def _sight(self, space_id: SpaceId, name: BlockName) -> Sighting:
         now_s = self._clock.now_s()
@@ -646,38 +580,9 @@ class Node:
                 scrubber.start()
 
 
-def _check_capacity(config: NodeConfig, rules: ClassRules | None, files: Files) -> list[int]:
-    """Refuse what could never work before anything is made on disk. Raises VolumeError, ValueError.
-
-    Returns the bytes to leave free on each directory's file system.
-    """
-    share_bytes = config.capacity_bytes // len(config.directories)
-    divide(share_bytes, config.segment_bytes)
-    check_rules(rules, share_bytes * len(config.directories))
-    return [check_file_system(Path(path), share_bytes, config.free_min_bytes, files) for path in config.directories]
-
-
 def _grouped(homes: Iterable[Shard]) -> dict[Shard, Sequence[int]]:
     """Positions by shard."""
     groups: dict[Shard, list[int]] = {}
     for at, shard in enumerate(homes):
         groups.setdefault(shard, []).append(at)
     return {**groups}
-
-
-def _layout(volume: Volume, config: NodeConfig) -> VolumeLayout:
-    layout = divide(config.capacity_bytes // len(config.directories), config.segment_bytes or volume.segment_bytes)
-    volume.fix_segment_bytes(layout.segment_bytes)
-    return layout
-
-
-def _pin_ends(pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> Pins:
-    return {place: min(pin.until_s or FOREVER_S, FOREVER_S) for place, pin in pins.items()}
-
-
-def _raise_open_files_limit() -> None:
-    """Every segment keeps a descriptor: take what the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

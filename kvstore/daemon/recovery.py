@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,8 @@ from kvstore.daemon.presence import PresenceMap, fingerprints_in
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason, RecordDamaged, record_bytes
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.daemon.tombstones import Tombstone
+from kvstore.daemon.volume import Volume, VolumeLayout
+from kvstore.errors import VolumeError
 from kvstore.store import FLAG_APPROXIMATE, Presence
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,35 @@ class Recovered:
     adopted: int = 0
     dropped: int = 0
     damaged: int = 0
+
+
+def recover_volume(
+    volume: Volume,
+    layout: VolumeLayout,
+    segments: Mapping[int, Segment],
+    new_map: Callable[[], PresenceMap],
+    now_s: int,
+) -> tuple[Index, PresenceMap, Recovered]:
+    """The index and what is served; a damaged index is removed and begun anew, from the segments.
+
+    Raises VolumeError if it cannot be.
+    """
+    index: Index | None = None
+    try:
+        index = Index.open(volume.index_path, layout.index_budget_bytes)
+        presence = new_map()
+        return index, presence, recover(segments, presence, index, index.summary(), now_s)
+    except IndexDamaged as error:
+        log.error("index_damaged path=%s problem=%s: rebuilding it from the segments", volume.index_path, error)
+        if index is not None:
+            index.close()
+    Index.destroy(volume.index_path)
+    try:
+        index = Index.open(volume.index_path, layout.index_budget_bytes)
+    except IndexDamaged as again:
+        raise VolumeError(f"the index of {volume.path} cannot be created: {again}") from again
+    presence = new_map()
+    return index, presence, recover(segments, presence, index, None, now_s)
 
 
 def recover(

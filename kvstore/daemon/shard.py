@@ -32,7 +32,7 @@ from kvstore.daemon.confirmations import Confirmations
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
-from kvstore.daemon.index import Index, IndexDamaged, blocks_max
+from kvstore.daemon.index import Index, blocks_max
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place, Taken
 from kvstore.daemon.presence import (
@@ -44,18 +44,17 @@ from kvstore.daemon.presence import (
 from kvstore.daemon.questions import scan, sight
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
-from kvstore.daemon.recovery import Recovered, recover
+from kvstore.daemon.recovery import Recovered, recover_volume
 from kvstore.daemon.scrubber import Scrubber
 from kvstore.daemon.sealing import Sealer
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
-from kvstore.daemon.tallies import Counters, effects_of
+from kvstore.daemon.tallies import Counters, account_of, effects_of
 from kvstore.daemon.volume import SCRUB_NAME, Volume, VolumeLayout
 from kvstore.daemon.watermark import Watermark
 from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
-from kvstore.limits import TOMBSTONES_MAX
 from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
@@ -67,7 +66,6 @@ READ_ATTEMPTS = 3
 """A block that moves under a reader is looked for again: by chance twice, hardly thrice."""
 _PURGE_PAGE = 256
 """Blocks that are forgotten under one hold of the ledger's lock: about a millisecond."""
-_TOMBSTONE_DISK_BYTES = 512
 
 log = logging.getLogger(__name__)
 Pins = Mapping[tuple[SpaceId, BlockKey], int]
@@ -127,9 +125,9 @@ class Shard:
             expected = blocks_max(layout.index_budget_bytes)
 
             def new_map() -> PresenceMap:
-                return PresenceMap(keep_for_table(rules), tombstones_max(layout), expected)
+                return PresenceMap(keep_for_table(rules), layout.tombstones_max, expected)
 
-            index, presence, recovered = _recover(volume, layout, segments, new_map, now_s)
+            index, presence, recovered = recover_volume(volume, layout, segments.segments, new_map, now_s)
             ledger = Ledger(segments, presence, index, Counters(), events)
             ledger.mend_index()
             segments.adopt_opened()
@@ -461,9 +459,9 @@ class Shard:
             }
 
     def accounting(self) -> dict[str, int]:
-        """Bytes of all segments: live records, dead bytes, free bytes, first pages; they add up to the files' sizes."""
+        """As ``account_of``."""
         with self._writer, self._ledger.lock:
-            return _account(self._ledger)
+            return account_of(self._ledger.presence, self._ledger.segments.segments.values())
 
     def close(self, *, sync: bool = True) -> None:
         """Wait for readers (bounded), make appended bytes durable, let go of everything. Idempotent."""
@@ -593,47 +591,3 @@ def _extents(taken: Taken, where: npt.NDArray[np.bool_]) -> int:
 def _is_elsewhere(error: Exception) -> bool:
     """Whether a read failed because the block moved or was replaced since its place was looked up."""
     return isinstance(error, RecordDead) and error.mark.reason in (MarkReason.MOVED, MarkReason.REPLACED)
-
-
-def tombstones_max(layout: VolumeLayout) -> int:
-    """Tombstones that a share of the index budget can hold."""
-    return min(TOMBSTONES_MAX, layout.index_budget_bytes // (4 * _TOMBSTONE_DISK_BYTES))
-
-
-def _recover(
-    volume: Volume, layout: VolumeLayout, segments: SegmentSet, new_map: Callable[[], PresenceMap], now_s: int
-) -> tuple[Index, PresenceMap, Recovered]:
-    """The index and what is served; a damaged index is removed and begun anew, from the segments."""
-    index: Index | None = None
-    try:
-        index = Index.open(volume.index_path, layout.index_budget_bytes)
-        presence = new_map()
-        return index, presence, recover(segments.segments, presence, index, index.summary(), now_s)
-    except IndexDamaged as error:
-        log.error("index_damaged path=%s problem=%s: rebuilding it from the segments", volume.index_path, error)
-        if index is not None:
-            index.close()
-    Index.destroy(volume.index_path)
-    try:
-        index = Index.open(volume.index_path, layout.index_budget_bytes)
-    except IndexDamaged as again:
-        raise VolumeError(f"the index of {volume.path} cannot be created: {again}") from again
-    presence = new_map()
-    return index, presence, recover(segments.segments, presence, index, None, now_s)
-
-
-def _account(ledger: Ledger) -> dict[str, int]:
-    """Sums over segments, see ``Shard.accounting``."""
-    presence = ledger.presence
-    sizes = presence.record_bytes_of(presence.used())
-    segments = ledger.segments.segments.values()
-    used = sum(segment.end - 4096 for segment in segments)
-    total = sum(segment.header.segment_bytes for segment in segments)
-    live = int(sizes.sum())
-    return {
-        "live_bytes": live,
-        "dead_bytes": used - live,
-        "free_bytes": total - used - 4096 * len(segments),
-        "page_bytes": 4096 * len(segments),
-        "total_bytes": total,
-    }

@@ -5,13 +5,14 @@ Owns no lock: counters are changed under the shard's, or are plain increments wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.presence import PresenceMap
+from kvstore.daemon.segment import Segment
 from kvstore.keys import SpaceId
 from kvstore.store import ClassEffect
 from kvstore.traffic import ClassRules
@@ -103,3 +104,18 @@ def by_space(effects: Sequence[ClassEffect]) -> dict[str, int]:
     if len(ordered) > SPACES_IN_STATS:
         listed["other"] = sum(size for _, size in ordered[SPACES_IN_STATS:])
     return listed
+
+
+def account_of(presence: PresenceMap, segments: Collection[Segment]) -> dict[str, int]:
+    """Bytes of all segments: live records, dead bytes, free bytes, first pages; they add up to the files' sizes."""
+    sizes = presence.record_bytes_of(presence.used())
+    used = sum(segment.end - 4096 for segment in segments)
+    total = sum(segment.header.segment_bytes for segment in segments)
+    live = int(sizes.sum())
+    return {
+        "live_bytes": live,
+        "dead_bytes": used - live,
+        "free_bytes": total - used - 4096 * len(segments),
+        "page_bytes": 4096 * len(segments),
+        "total_bytes": total,
+    }

@@ -27,6 +27,7 @@ from kvstore.limits import (
     SEGMENT_BYTES_DEFAULT,
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
+    TOMBSTONES_MAX,
 )
 from kvstore.units import format_bytes, format_bytes_short
 
@@ -38,6 +39,7 @@ SEGMENTS_MIN = 3
 _KIND = "reprise-kv volume"
 _BYSTANDERS = ("lost+found", LOCK_NAME, "endpoints.json")
 _BYSTANDER_SUFFIXES = (".sock", ".log", ".pid", ".toml", ".tmp")
+_TOMBSTONE_DISK_BYTES = 512
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,11 @@ class VolumeLayout:
         """Files that fit; each may cost a page of file-system metadata beside its bytes."""
         rest = self.capacity_bytes - self.index_budget_bytes - self.catalog_budget_bytes
         return rest // (self.segment_bytes + 4 * KIB)
+
+    @property
+    def tombstones_max(self) -> int:
+        """Tombstones that a share of the index budget can hold."""
+        return min(TOMBSTONES_MAX, self.index_budget_bytes // (4 * _TOMBSTONE_DISK_BYTES))
 
 
 def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayout:
