@@ -28,6 +28,8 @@ CODECS = ("none", "zstd")
 KEEP_FOR_S_MAX = 50 * 365 * 86_400
 """Fifty years; a longer promise is a slip of the pen. Only touches are stored, as u32 seconds (good until 2106): a
 deadline is computed from them and the rules in force, as an i64, so no promise can overflow it."""
+TOUCH_PARTS = 1024
+"""A touch that lengthens a promise by less than this part of its class's keep-for is not counted."""
 FLOOR_BYTES_MAX = 2**60
 PRIORITY_MAX = 1_000_000
 

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import rocksdbpy
 
+from kvstore.capacity import INDEX_AMPLIFICATION, INDEX_ENTRY_BYTES
 from kvstore.daemon.files import disk_bytes, sync_directory
 from kvstore.daemon.record import RECORD_ALIGN, TOUCHES_MAX, RecordHeader
 from kvstore.daemon.tombstones import Tombstone
@@ -71,7 +72,7 @@ _ENTRY_PLACE = struct.Struct("<32xI12xQ")
 _PLACE = struct.Struct(">II")
 """Segment and page, in the order of keys."""
 ENTRY_BYTES = _ENTRY.size
-assert ENTRY_DTYPE.itemsize == ENTRY_BYTES
+assert ENTRY_DTYPE.itemsize == ENTRY_BYTES == INDEX_ENTRY_BYTES - 16
 
 _BLOCK, _TOMBSTONE, _EXTENT, _META = b"b", b"t", b"s", b"m"
 _COUNT_KEY = _META + b"count"
@@ -82,8 +83,6 @@ _JOIN_S_MAX = 30.0
 PAGE_AT_START = 65_536
 """Entries read at once while nobody else waits."""
 log = logging.getLogger(__name__)
-_SPACE_AMPLIFICATION = 5
-"""Bytes on disk per byte of entry that the budget allows for: levels, WAL, and both copies during a compaction."""
 
 _PAGE = 256
 """Pairs that are copied, or entries that are read, under one hold of the lock: about a millisecond."""
@@ -191,11 +190,6 @@ def place_words(rows: Rows) -> Places:
     """Where the records of index values lie."""
     pages: Places = rows["offset"] // np.uint64(RECORD_ALIGN)
     return (rows["segment"].astype(np.uint64) << _PLACE_BITS) | pages
-
-
-def blocks_max(budget_bytes: int) -> int:
-    """Entries that fit an index of this budget."""
-    return budget_bytes // (_SPACE_AMPLIFICATION * (ENTRY_BYTES + 16))
 
 
 class Index:
@@ -414,7 +408,7 @@ class Index:
             facts = os.statvfs(self._path.parent)
         except OSError:
             return False
-        needed = _SPACE_AMPLIFICATION * blocks * (ENTRY_BYTES + 16) // 2 + _REWRITE_BYTES_MIN
+        needed = INDEX_AMPLIFICATION * blocks * INDEX_ENTRY_BYTES // 2 + _REWRITE_BYTES_MIN
         return facts.f_bavail * facts.f_frsize >= needed
 
     def _swap(self, fresh: Path) -> None:

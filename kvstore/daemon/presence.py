@@ -27,7 +27,7 @@ from kvstore.daemon.shapes import Shape, Shapes
 from kvstore.daemon.tombstones import Tombstones
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.store import Presence
-from kvstore.traffic import ClassRules
+from kvstore.traffic import TOUCH_PARTS, ClassRules
 
 Touches = tuple[tuple[int, int], ...]
 """Pairs of class byte and last touch in seconds, the latest first."""
@@ -51,13 +51,13 @@ def keep_for_table(rules: ClassRules) -> npt.NDArray[np.int64]:
 def merge_touch(touches: Touches, class_byte: int, now_s: int, keep_for_s: npt.NDArray[np.int64]) -> Touches | None:
     """Count a use; None if nothing worth an index write changed.
 
-    A touch that advances its class's deadline by less than 1/1024 of keep_for is dropped from memory and disk alike,
-    so that a hot block costs no write a use, and a restart changes no deadline.
+    A touch that advances its class's deadline by less than 1/TOUCH_PARTS of keep_for is dropped from memory and disk
+    alike, so that a hot block costs no write a use, and a restart changes no deadline.
     """
     keep_for = int(keep_for_s[class_byte])
     others = [pair for pair in touches if pair[0] != class_byte]
     for _, touch_s in (pair for pair in touches if pair[0] == class_byte):
-        if (now_s - touch_s) * 1024 < keep_for or now_s <= touch_s:
+        if (now_s - touch_s) * TOUCH_PARTS < keep_for or now_s <= touch_s:
             return None
     if len(others) == TOUCHES_MAX:
         earliest = min(others, key=lambda pair: pair[1] + int(keep_for_s[pair[0]]))
@@ -384,7 +384,7 @@ class PresenceMap:
     def worth_touching(self, slots: Slots, class_byte: int, now_s: int) -> Slots:
         """Those whose row ``touch`` may change: for hot blocks none, found without a step for each."""
         recent = (self._class[slots] == class_byte) & (
-            (now_s - self._touch_s[slots].astype(np.int64)) * 1024 < self.keep_for_s[class_byte]
+            (now_s - self._touch_s[slots].astype(np.int64)) * TOUCH_PARTS < self.keep_for_s[class_byte]
         )
         worth: Slots = slots[~recent]
         return worth

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.daemon.chains import in_chain_order
+from kvstore.capacity import SPARE_SEGMENTS, blocks_max
+from kvstore.chains import in_chain_order
 from kvstore.daemon.fingerprints import Slots
-from kvstore.daemon.index import IndexRefused, blocks_max, entries_of
+from kvstore.daemon.index import IndexRefused, entries_of
 from kvstore.daemon.ledger import Described, Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, fingerprint_of
-from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
 from kvstore.daemon.record import (
     HEADER_BYTES,
     Mark,
@@ -31,13 +31,11 @@ from kvstore.daemon.record import (
     encode_header,
 )
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
-from kvstore.daemon.segments import SPARE_SEGMENTS
 from kvstore.daemon.tallies import effects_of, merge_effects
 from kvstore.keys import BlockKey
+from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
 from kvstore.store import ClassEffect, Presence
 from kvstore.traffic import ClassRules
-
-DAY_S = 86_400
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +264,7 @@ class Reclaimer:
             return 0
         with self._ledger.lock:
             until_s = np.minimum(self._ledger.presence.until_s(slots), FOREVER_S)
-            day = min(int(until_s.max()) // DAY_S, 2**32 - 1)
+            day = min(expiry_day(int(until_s.max())), 2**32 - 1)
             slots = slots[np.argsort(self._ledger.presence.places[slots])]
             places = [place for slot in slots.tolist() if (place := self._ledger.place(slot)) is not None]
         copies: list[_Copy] = []

@@ -16,6 +16,8 @@ from enum import IntEnum
 
 import xxhash
 
+from kvstore.capacity import RECORD_ALIGN as RECORD_ALIGN
+from kvstore.capacity import record_bytes as record_bytes
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.limits import KEY_BYTES, PAYLOAD_BYTES_MAX
 from kvstore.record import CRC_OFFSET as CRC_OFFSET
@@ -25,8 +27,6 @@ from kvstore.record import MARK_OFFSET as MARK_OFFSET
 from kvstore.record import RECORD_MAGIC as RECORD_MAGIC
 from kvstore.store import Buffer
 
-RECORD_ALIGN = 4096
-"""Records begin at multiples of this: the index then stays below 1/16 of the data, and a mark lies in one sector."""
 TOUCHES_MAX = 4
 """(class, last touch) pairs kept for one block; beyond, the pair with the earliest deadline makes room."""
 TIME_S_MAX = 2**62
@@ -100,11 +100,6 @@ class RecordHeader:
     @property
     def record_bytes(self) -> int:
         return record_bytes(self.stored_bytes)
-
-
-def record_bytes(stored_bytes: int) -> int:
-    """Disk bytes of a record whose stored payload has this length."""
-    return -(-(HEADER_BYTES + stored_bytes) // RECORD_ALIGN) * RECORD_ALIGN
 
 
 def checksum_of(payload: Buffer) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.capacity import FIRST_RECORD as FIRST_RECORD
 from kvstore.daemon.files import Files
 from kvstore.daemon.record import (
     HEADER_BYTES,
@@ -39,8 +40,6 @@ from kvstore.limits import PAYLOAD_BYTES_MAX, SEGMENT_BYTES_MAX
 from kvstore.store import Buffer
 
 SEGMENT_VERSION = 1
-FIRST_RECORD = RECORD_ALIGN
-"""The first page holds the segment's header and seal."""
 DRAFT_SUFFIX = ".new"
 """Of a file that is being made; a start removes what a killed process left."""
 FREE = 0

@@ -13,13 +13,11 @@ import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from kvstore.capacity import SPARE_SEGMENTS, open_segments_max
 from kvstore.daemon.files import Files
 from kvstore.daemon.segment import DRAFT_SUFFIX, FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
 from kvstore.daemon.watermark import Watermark
 from kvstore.errors import VolumeError
-
-SPARE_SEGMENTS = 1
-"""Free segments that only moves may take."""
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class SegmentSet:
     @property
     def open_max(self) -> int:
         """Segments filled at once; beyond, the longest open is sealed."""
-        return max(2, self.segments_max // 8)
+        return open_segments_max(self.segments_max)
 
     def open_for(self, class_byte: int, day: int, record_bytes: int) -> Segment | None:
         """The open segment of a class and day if the record still fits; a full one is sealed."""

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.capacity import blocks_max
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
@@ -32,7 +33,7 @@ from kvstore.daemon.confirmations import Confirmations
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
-from kvstore.daemon.index import Index, blocks_max
+from kvstore.daemon.index import Index
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place, Taken
 from kvstore.daemon.presence import (

@@ -1,8 +1,8 @@
-"""One data directory: its lock, its format file, and how its capacity is divided.
+"""One data directory: its lock and its format file.
 
-Owns the directory's layout (names, format version, volume id) and the arithmetic of physical bytes. Does not know
-records, classes or eviction. Invariants: one process at a time; segments, index and catalog together stay within the
-capacity; a directory of another format, or with foreign files, is never written to.
+Owns the directory's layout (names, format version, volume id); how its capacity is divided is ``kvstore.capacity``'s.
+Does not know records, classes or eviction. Invariants: one process at a time; a directory of another format, or with
+foreign files, is never written to.
 """
 
 from __future__ import annotations
@@ -12,89 +12,30 @@ import json
 import logging
 import os
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.capacity import SEGMENTS_MIN as SEGMENTS_MIN
+from kvstore.capacity import VolumeLayout as VolumeLayout
+from kvstore.capacity import divide as divide
 from kvstore.daemon.files import Files, sync_directory, write_atomically
 from kvstore.daemon.segment import FIRST_RECORD
 from kvstore.daemon.watermark import free_min_of
 from kvstore.errors import VolumeError, VolumeFormat, VolumeInUse
 from kvstore.limits import (
-    CAPACITY_BYTES_MIN,
-    KIB,
-    MIB,
-    SEGMENT_BYTES_DEFAULT,
     SEGMENT_BYTES_MAX,
     SEGMENT_BYTES_MIN,
-    TOMBSTONES_MAX,
 )
 from kvstore.units import format_bytes, format_bytes_short
 
 VOLUME_VERSION = 1
 LOCK_NAME, FORMAT_NAME, CATALOG_NAME = "LOCK", "FORMAT", "catalog.json"
 SEGMENTS_NAME, INDEX_NAME, SCRUB_NAME = "segments", "index", "scrub.json"
-SEGMENTS_MIN = 3
-"""One to write, one to evict, one spare for moving blocks."""
 _KIND = "reprise-kv volume"
 _BYSTANDERS = ("lost+found", LOCK_NAME, "endpoints.json")
 _BYSTANDER_SUFFIXES = (".sock", ".log", ".pid", ".toml", ".tmp")
-_TOMBSTONE_DISK_BYTES = 512
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeLayout:
-    """How the capacity of one directory is divided; all in physical bytes."""
-
-    capacity_bytes: int
-    segment_bytes: int
-    index_budget_bytes: int
-    catalog_budget_bytes: int
-
-    @property
-    def segments_max(self) -> int:
-        """Files that fit; each may cost a page of file-system metadata beside its bytes."""
-        rest = self.capacity_bytes - self.index_budget_bytes - self.catalog_budget_bytes
-        return rest // (self.segment_bytes + 4 * KIB)
-
-    @property
-    def tombstones_max(self) -> int:
-        """Tombstones that a share of the index budget can hold."""
-        return min(TOMBSTONES_MAX, self.index_budget_bytes // (4 * _TOMBSTONE_DISK_BYTES))
-
-
-def divide(capacity_bytes: int, segment_bytes: int | None = None) -> VolumeLayout:
-    """Reserve index and catalog, the rest is segments. Raises VolumeError where no useful store fits.
-
-    Without ``segment_bytes``: the default, or less so that there are about 32 segments.
-    """
-    if capacity_bytes < CAPACITY_BYTES_MIN:
-        raise VolumeError(
-            f"capacity of {format_bytes(capacity_bytes)} a data directory: it needs at least "
-            f"{format_bytes(CAPACITY_BYTES_MIN)}"
-        )
-    if segment_bytes is None:
-        fitting = 1 << max(0, (capacity_bytes // 32).bit_length() - 1)
-        segment_bytes = min(SEGMENT_BYTES_DEFAULT, max(SEGMENT_BYTES_MIN, fitting))
-    if not SEGMENT_BYTES_MIN <= segment_bytes <= SEGMENT_BYTES_MAX or segment_bytes % FIRST_RECORD:
-        raise VolumeError(
-            f"segments of {format_bytes(segment_bytes)}: use {format_bytes(SEGMENT_BYTES_MIN)}.."
-            f"{format_bytes(SEGMENT_BYTES_MAX)}, a multiple of {format_bytes(FIRST_RECORD)}"
-        )
-    layout = VolumeLayout(
-        capacity_bytes=capacity_bytes,
-        segment_bytes=segment_bytes,
-        index_budget_bytes=max(capacity_bytes // 64, 2 * MIB),
-        catalog_budget_bytes=min(max(capacity_bytes // 256, MIB // 2), 64 * MIB),
-    )
-    if layout.segments_max < SEGMENTS_MIN:
-        raise VolumeError(
-            f"capacity of {format_bytes(capacity_bytes)} holds {layout.segments_max} segments of "
-            f"{format_bytes(segment_bytes)}; it needs {SEGMENTS_MIN}: raise the capacity or choose smaller segments"
-        )
-    return layout
 
 
 class Volume:

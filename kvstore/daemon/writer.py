@@ -21,7 +21,7 @@ from kvstore.daemon.headers import Headers, headers_for, rows_of, seal_headers
 from kvstore.daemon.index import NO_ROWS, IndexRefused
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import digest_words, fingerprint_of, key_words
-from kvstore.daemon.reclaimer import DAY_S, Reclaimer
+from kvstore.daemon.reclaimer import Reclaimer
 from kvstore.daemon.record import (
     HEADER_BYTES,
     RECORD_ALIGN,
@@ -35,6 +35,7 @@ from kvstore.daemon.record import (
 from kvstore.daemon.segment import Segment
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import MIB
+from kvstore.reclaim import expiry_day
 from kvstore.store import FLAG_APPROXIMATE, Buffer, Presence, PutOutcome
 from kvstore.traffic import ClassRules
 
@@ -144,7 +145,7 @@ class Writer:
         if not self._ledger.mend_index() or not self._reclaimer.make_room_in_index(1, now_s):
             return PutOutcome.REFUSED
         needed = record_bytes(len(blocks.stored[0]))
-        day = (now_s + self._rules().keep_for_s(class_byte)) // DAY_S
+        day = expiry_day(now_s + self._rules().keep_for_s(class_byte))
         for _ in range(ATTEMPTS):
             segment = self._reclaimer.segment_for(class_byte, day, needed, now_s)
             if segment is None:
@@ -230,7 +231,7 @@ class Writer:
         pending = batch.pending
         if not len(pending) or not self._ledger.mend_index():
             return
-        day = (batch.now_s + self._rules().keep_for_s(batch.class_byte)) // DAY_S
+        day = expiry_day(batch.now_s + self._rules().keep_for_s(batch.class_byte))
         if not self._reclaimer.make_room_in_index(len(pending), batch.now_s):
             return
         at = failures = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.daemon.chains import in_chain_order
+from kvstore.chains import in_chain_order
 
 LINK = st.tuples(st.binary(min_size=1, max_size=1), st.binary(min_size=1, max_size=1))
 

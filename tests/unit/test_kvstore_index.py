@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.capacity import blocks_max
 from kvstore.daemon.index import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
@@ -19,7 +20,6 @@ from kvstore.daemon.index import (
     IndexBatch,
     IndexDamaged,
     Rows,
-    blocks_max,
     place_words,
 )
 from kvstore.daemon.tombstones import Tombstone

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.daemon.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
 from kvstore.limits import MIB
+from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
 
 RULES = ClassRules(

@@ -14,6 +14,7 @@ from enum import Enum
 
 from kvstore.traffic import ClassRules
 
+DAY_S = 86_400
 LIVE_SHARE_MAX = 0.5
 """Living blocks are rewritten only from a segment whose used bytes are less than half alive."""
 
@@ -54,6 +55,11 @@ class Step:
 
     segment: int
     action: Action
+
+
+def expiry_day(until_s: int) -> int:
+    """The day, since the epoch, whose segments hold blocks that are kept until then."""
+    return until_s // DAY_S
 
 
 def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless: bool = False) -> Step | None:

@@ -6,17 +6,20 @@ whatever the links say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 
-def in_chain_order(links: Sequence[tuple[bytes, bytes]]) -> list[int]:
+def in_chain_order(links: Sequence[tuple[Name, Name]]) -> list[int]:
     """Positions of blocks, given as (key, parent): each one's children follow it, the first of them at once.
 
     Chains come in the order in which their first blocks were given; what is linked in a circle, which only damage
     does, comes last as it was given.
     """
     keys = {key for key, _ in links}
-    children: dict[bytes, list[int]] = {}
+    children: dict[Name, list[int]] = {}
     for at, (_, parent) in enumerate(links):
         children.setdefault(parent, []).append(at)
     waiting = [at for at, (_, parent) in enumerate(links) if parent not in keys]
