@@ -132,6 +132,13 @@ class Workload:
         """Blocks asked for, all requests together."""
         return sum(count for request in self.requests for _, count in request.runs)
 
+    @cached_property
+    def before(self) -> Blocks:
+        """The block that each one continues, -1 for the first of a prompt."""
+        before = np.arange(-1, self.blocks - 1)
+        before[[grown.base for grown in self.grown]] = [grown.before for grown in self.grown]
+        return before
+
     @property
     def span_s(self) -> float:
         return self.requests[-1].at_s - self.requests[0].at_s

@@ -1,0 +1,364 @@
+"""A volume in numbers: which segment each block lies in, without a byte of it.
+
+Owns what happens to segments and blocks when blocks are put, touched, swept and make room, on a clock that the caller
+moves. The choices are the store's own (``kvstore.reclaim``, ``kvstore.capacity``, ``kvstore.chains``); this module
+carries them out on arrays where the daemon does on files. Does not know prompts, hits or nodes. Invariants: a block
+lies in at most one place; a place names one record of one life of a segment, so that an earlier life's is never taken
+for it; segments in use, and free ones, are never more than the capacity holds.
+
+Blocks are numbered, and all as long as each other. Several volumes share one ``Shelf``: no block lies in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.capacity import SPARE_SEGMENTS, open_segments_max
+from kvstore.chains import in_chain_order
+from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
+from kvstore.traffic import TOUCH_PARTS, ClassRules
+
+Blocks = npt.NDArray[np.int64]
+NEVER_S = 2**62
+_LIVES_FIRST = 1024
+
+
+class Shelf:
+    """Deadline and place of every block. ``before``: the block that each one continues, -1 for first ones.
+
+    ``until_s``: 0 of a block that is nowhere. ``places``: life of a segment times ``slots`` plus the slot in it; -1 of
+    a block that is nowhere.
+    """
+
+    def __init__(self, before: Blocks, slots: int) -> None:
+        self.before = before
+        self.slots = slots
+        self.until_s = np.zeros(len(before), dtype=np.int64)
+        self.places = np.full(len(before), -1, dtype=np.int64)
+        self.changed = np.zeros(_LIVES_FIRST, dtype=np.bool_)
+        """By life: whether the segment's sums are to be taken anew."""
+        self.classes = np.zeros(_LIVES_FIRST, dtype=np.uint8)
+        """By life: the class that the segment was begun for."""
+        self.lives = 0
+
+    def new_life(self, class_byte: int) -> int:
+        life = self.lives
+        self.lives += 1
+        if life == len(self.changed):
+            self.changed = np.append(self.changed, np.zeros_like(self.changed))
+            self.classes = np.append(self.classes, np.zeros_like(self.classes))
+        self.classes[life] = class_byte
+        return life
+
+    def touch(self, blocks: Blocks, now_s: int, keep_for_s: int) -> None:
+        """Count a use of blocks that are alive; one that gains too little is dropped, as the store drops it."""
+        gained_s = now_s + keep_for_s - self.until_s[blocks]
+        gaining = blocks[(gained_s > 0) & (gained_s * TOUCH_PARTS >= keep_for_s)]
+        if len(gaining):
+            self.until_s[gaining] = now_s + keep_for_s
+            self.changed[self.places[gaining] // self.slots] = True
+
+    def forget(self, blocks: Blocks) -> None:
+        self.changed[self.places[blocks] // self.slots] = True
+        self.until_s[blocks] = 0
+        self.places[blocks] = -1
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened to blocks of one class. ``evicted``: dropped before their promise was over."""
+
+    stored: int = 0
+    refused: int = 0
+    rewritten: int = 0
+    evicted: int = 0
+    expired: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """One life of a segment. ``rows``: the blocks written to it, of which ``used`` are; ``next_s``: when the first of
+    its living blocks expires, if none is touched meanwhile.
+    """
+
+    number: int
+    life: int
+    class_byte: int
+    day: int
+    begun: int
+    rows: Blocks
+    used: int = 0
+    alive: int = 0
+    promise_until_s: int = 0
+    next_s: int = NEVER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a volume holds of one class: living blocks, and segments in use."""
+
+    blocks: int
+    segments: int
+
+
+@dataclass(slots=True)
+class Volume:
+    """Make one with ``make_volume``."""
+
+    shelf: Shelf
+    rules: ClassRules
+    record_bytes: int
+    segment_bytes: int
+    segments_max: int
+    blocks_max: int
+    counts: dict[int, Counts] = field(default_factory=dict)
+    recycled: int = 0
+    soonest_s: int = NEVER_S
+    """No block expires before."""
+    _blocks: int = 0
+    """Blocks that have a row, expired ones included."""
+    _segments: dict[int, _Segment | None] = field(default_factory=dict)
+    """By number; None is free."""
+    _free: list[int] = field(default_factory=list)
+    _opened: dict[tuple[int, int], _Segment] = field(default_factory=dict)
+    _begun: int = 0
+
+    # --- what clients do ----------------------------------------------------------------------------------------------
+
+    def put(self, blocks: Blocks, class_byte: int, now_s: int) -> None:
+        """Store or touch each block, in order, as one put does."""
+        shelf, keep_for_s = self.shelf, self.rules.keep_for_s(class_byte)
+        alive = shelf.until_s[blocks] > now_s
+        pending = blocks[~alive]
+        expired = pending[shelf.places[pending] >= 0]
+        self._expire(expired)
+        shelf.touch(blocks[alive], now_s, keep_for_s)
+        counts = self.counts_of(class_byte)
+        if not len(pending):
+            return
+        if not self._make_room(lambda: self._blocks + len(pending) <= self.blocks_max, now_s):
+            counts.refused += len(pending)
+            return
+        day, at = expiry_day(now_s + keep_for_s), 0
+        while at < len(pending):
+            segment = self._segment_for(class_byte, day, now_s)
+            if segment is None:
+                counts.refused += len(pending) - at
+                return
+            run = pending[at : at + shelf.slots - segment.used]
+            self._append(segment, run)
+            shelf.until_s[run] = now_s + keep_for_s
+            self.soonest_s = min(self.soonest_s, now_s + keep_for_s)
+            self._blocks += len(run)
+            counts.stored += len(run)
+            at += len(run)
+
+    def sweep(self, now_s: int) -> None:
+        """Drop what expired, segment by segment."""
+        for due in [usage.segment for usage in self.usages(now_s) if self._is_due(usage, now_s)]:
+            segment = self._segments[due]
+            if segment is None:
+                continue
+            action = sweep_action(self._usage(segment, now_s))
+            if action is Action.MOVE_ALIVE:
+                action = Action.FREE if self._move(segment, self._alive_in(segment, now_s), now_s) else None
+            if action is Action.FREE:
+                self._recycle(segment, now_s)
+            else:
+                rows = self._rows_in(segment)
+                self._expire(rows[self.shelf.until_s[rows] <= now_s])
+        self.soonest_s = min((usage.next_s for usage in self._in_use(now_s)), default=NEVER_S)
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def counts_of(self, class_byte: int) -> Counts:
+        return self.counts.setdefault(class_byte, Counts())
+
+    def kept(self, now_s: int) -> dict[int, Kept]:
+        """By the class that a segment was begun for."""
+        found: dict[int, Kept] = {}
+        for segment in self._in_use(now_s):
+            before = found.get(segment.class_byte, Kept(0, 0))
+            found[segment.class_byte] = Kept(before.blocks + segment.alive, before.segments + 1)
+        return found
+
+    def usages(self, now_s: int) -> list[SegmentUsage]:
+        """What every segment holds that is not free."""
+        return [self._usage(segment, now_s) for segment in self._segments.values() if segment is not None]
+
+    def _usage(self, segment: _Segment, now_s: int) -> SegmentUsage:
+        self._sum_up(segment, now_s)
+        return SegmentUsage(
+            segment=segment.number,
+            class_byte=segment.class_byte,
+            segment_bytes=self.segment_bytes,
+            used_bytes=segment.used * self.record_bytes,
+            alive_bytes=segment.alive * self.record_bytes,
+            pinned_bytes=0,
+            promise_until_s=segment.promise_until_s,
+            begun=segment.begun,
+            busy=False,
+        )
+
+    def _in_use(self, now_s: int) -> list[_Segment]:
+        found = [segment for segment in self._segments.values() if segment is not None]
+        for segment in found:
+            self._sum_up(segment, now_s)
+        return found
+
+    def _sum_up(self, segment: _Segment, now_s: int) -> None:
+        """Take the sums anew if a block came, went, was touched or expired: nothing else changes them."""
+        if not self.shelf.changed[segment.life] and now_s < segment.next_s:
+            return
+        until_s = self.shelf.until_s[self._rows_in(segment)]
+        alive_s = until_s[until_s > now_s]
+        segment.alive = len(alive_s)
+        segment.next_s = int(alive_s.min()) if len(alive_s) else NEVER_S
+        segment.promise_until_s = int(until_s.max()) if len(until_s) else 0
+        self.shelf.changed[segment.life] = False
+
+    def _is_due(self, usage: SegmentUsage, now_s: int) -> bool:
+        """Whether a sweep looks at it: it is wholly dead, or one of its blocks has expired."""
+        segment = self._segments[usage.segment]
+        assert segment is not None
+        rows = self._rows_in(segment)
+        return usage.alive_bytes == 0 or bool((self.shelf.until_s[rows] <= now_s).any())
+
+    def _rows_in(self, segment: _Segment) -> Blocks:
+        """The blocks that lie in a segment, expired ones included, in the order in which they lie."""
+        rows = segment.rows[: segment.used]
+        first = segment.life * self.shelf.slots
+        here: Blocks = rows[self.shelf.places[rows] == np.arange(first, first + segment.used)]
+        return here
+
+    def _alive_in(self, segment: _Segment, now_s: int) -> Blocks:
+        rows = self._rows_in(segment)
+        alive: Blocks = rows[self.shelf.until_s[rows] > now_s]
+        return alive
+
+    # --- segments -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _free_count(self) -> int:
+        return len(self._free) + max(0, self.segments_max - len(self._segments))
+
+    def _segment_for(self, class_byte: int, day: int, now_s: int) -> _Segment | None:
+        """A segment with room for a new record, others recycled if need be; None: refused."""
+        segment = self._open_for(class_byte, day)
+        while segment is None:
+            if not self._make_room(lambda: self._free_count > SPARE_SEGMENTS, now_s):
+                return None
+            segment = self._open_for(class_byte, day) or self._begin(class_byte, day, SPARE_SEGMENTS)
+        return segment
+
+    def _open_for(self, class_byte: int, day: int) -> _Segment | None:
+        segment = self._opened.get((class_byte, day))
+        if segment is not None and segment.used == self.shelf.slots:
+            del self._opened[(class_byte, day)]
+            return None
+        return segment
+
+    def _begin(self, class_byte: int, day: int, spare: int) -> _Segment | None:
+        if self._free_count <= spare:
+            return None
+        number = self._free.pop() if self._free else len(self._segments) + 1
+        self._begun += 1
+        rows = np.empty(self.shelf.slots, dtype=np.int64)
+        segment = _Segment(number, self.shelf.new_life(class_byte), class_byte, day, self._begun, rows)
+        self._segments[number] = segment
+        self._limit_opened(class_byte, day)
+        self._opened[(class_byte, day)] = segment
+        return segment
+
+    def _limit_opened(self, class_byte: int, day: int) -> None:
+        """As many as the store keeps open: none of the class for an earlier day, the longest open first to go."""
+        stale = [key for key in self._opened if key[0] == class_byte and key[1] < day]
+        beyond = max(0, len(self._opened) + 1 - open_segments_max(self.segments_max))
+        for key in dict.fromkeys([*stale, *list(self._opened)[:beyond]]):
+            del self._opened[key]
+
+    def _append(self, segment: _Segment, blocks: Blocks) -> None:
+        end = segment.used + len(blocks)
+        segment.rows[segment.used : end] = blocks
+        first = segment.life * self.shelf.slots
+        self.shelf.places[blocks] = np.arange(first + segment.used, first + end)
+        segment.used = end
+        self.shelf.changed[segment.life] = True
+
+    def _close(self, segment: _Segment) -> None:
+        if self._opened.get((segment.class_byte, segment.day)) is segment:
+            del self._opened[(segment.class_byte, segment.day)]
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, enough: Callable[[], bool], now_s: int) -> bool:
+        """Recycle victims until there is enough; False if everything that is left is protected."""
+        passed_over: set[int] = set()
+        for _ in range(2 * len(self._segments) + 2):
+            if enough():
+                return True
+            usages = self.usages(now_s)
+            marked = [replace(usage, busy=True) if usage.segment in passed_over else usage for usage in usages]
+            step = choose_victim(marked, self.rules)
+            if step is None:
+                return False
+            if not self._carry_out(step, now_s):
+                passed_over.add(step.segment)
+        return enough()
+
+    def _carry_out(self, step: Step, now_s: int) -> bool:
+        segment = self._segments[step.segment]
+        assert segment is not None and step.action is not Action.MOVE_PINNED
+        if step.action is Action.MOVE_ALIVE and not self._move(segment, self._alive_in(segment, now_s), now_s):
+            return False
+        self._recycle(segment, now_s)
+        return True
+
+    def _move(self, segment: _Segment, blocks: Blocks, now_s: int) -> bool:
+        """Write living blocks again elsewhere; False if there was no room for all, so that the segment stays."""
+        self._close(segment)
+        if not len(blocks):
+            return True
+        shelf = self.shelf
+        day = expiry_day(int(shelf.until_s[blocks].max()))
+        links = list(zip(blocks.tolist(), shelf.before[blocks].tolist(), strict=True))
+        blocks = blocks[in_chain_order(links)]
+        shelf.changed[segment.life] = True
+        while len(blocks):
+            target = self._open_for(segment.class_byte, day) or self._begin(segment.class_byte, day, 0)
+            if target is None:
+                return False
+            run, blocks = np.split(blocks, [shelf.slots - target.used])
+            self._append(target, run)
+            self.counts_of(segment.class_byte).rewritten += len(run)
+        return True
+
+    def _recycle(self, segment: _Segment, now_s: int) -> None:
+        """Back to the free list, with whatever it holds."""
+        rows = self._rows_in(segment)
+        alive = self.shelf.until_s[rows] > now_s
+        counts = self.counts_of(segment.class_byte)
+        counts.evicted += int(alive.sum())
+        counts.expired += len(rows) - int(alive.sum())
+        self._drop(rows)
+        self._close(segment)
+        self._segments[segment.number] = None
+        self._free.append(segment.number)
+        self.recycled += 1
+
+    def _expire(self, blocks: Blocks) -> None:
+        """Forget blocks that are past their promise, of whichever classes."""
+        if not len(blocks):
+            return
+        numbers = np.bincount(self.shelf.classes[self.shelf.places[blocks] // self.shelf.slots])
+        for class_byte in np.flatnonzero(numbers).tolist():
+            self.counts_of(class_byte).expired += int(numbers[class_byte])
+        self._drop(blocks)
+
+    def _drop(self, blocks: Blocks) -> None:
+        self._blocks -= len(blocks)
+        self.shelf.forget(blocks)

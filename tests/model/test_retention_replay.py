@@ -1,0 +1,353 @@
+"""The simulation beside two others: one of plain dictionaries, and a real node on the same clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.capacity import blocks_max
+from kvstore.chains import in_chain_order
+from kvstore.daemon.node import Node
+from kvstore.keys import BlockName, SpaceId, TokenChain
+from kvstore.limits import BATCH_BLOCKS_MAX, MIB
+from kvstore.placement import Placement
+from kvstore.reclaim import Action, SegmentUsage, choose_victim, sweep_action
+from kvstore.store import BlockPut, PutOutcome
+from kvstore.testing import T0_S, ManualClock
+from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from retention.replay import Outcome, Replay, Setting, replay
+from retention.workload import Request, Workload
+from tests.support.nodes import open_node
+from tests.support.spaces import BLOCK_TOKENS, a_space
+from tests.support.traffic import made_up_workload
+
+HOUR_S, DAY_S = 3600, 86_400
+
+
+def rules(agent_s: int, chat_s: int, floor_bytes: int = 0) -> ClassRules:
+    return ClassRules(
+        (
+            ClassRule(AGENT, "agent", agent_s, priority=100),
+            ClassRule(CHAT, "chat", chat_s, priority=200, floor_bytes=floor_bytes),
+        )
+    )
+
+
+# --- a simulation that anybody can check: dictionaries and loops ----------------------------------------------
+
+
+@dataclass
+class Cell:
+    """A segment: what was written to it, in order; a record is dead once its block lies elsewhere."""
+
+    number: int
+    class_byte: int
+    day: int
+    begun: int
+    records: list[int] = field(default_factory=list)
+
+
+@dataclass
+class PlainNode:
+    setting: Setting
+    before: list[int]
+    cells: dict[int, Cell | None] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    opened: dict[tuple[int, int], Cell] = field(default_factory=dict)
+    where: dict[int, tuple[Cell, int]] = field(default_factory=dict)
+    until_s: dict[int, int] = field(default_factory=dict)
+    begun: int = 0
+    happened: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(["stored", "refused", "rewritten", "evicted", "expired"], 0)
+    )
+
+    def alive(self, block: int, now_s: float) -> bool:
+        return block in self.where and self.until_s[block] > now_s
+
+    def touch(self, block: int, class_byte: int, now_s: int) -> None:
+        keep_s = self.setting.rules.keep_for_s(class_byte)
+        gain_s = now_s + keep_s - self.until_s[block]
+        if gain_s > 0 and gain_s * 1024 >= keep_s:
+            self.until_s[block] = now_s + keep_s
+
+    def put(self, blocks: list[int], class_byte: int, now_s: int) -> None:
+        pending = [block for block in blocks if not self.alive(block, now_s)]
+        missing = set(pending)
+        for block in blocks:
+            if block not in missing:
+                self.touch(block, class_byte, now_s)
+            elif block in self.where:
+                self.drop(block, "expired")
+        limit = blocks_max(self.setting.layout.index_budget_bytes)
+        if pending and not self.make_room(lambda: len(self.where) + len(pending) <= limit, now_s):
+            self.happened["refused"] += len(pending)
+            return
+        until_s = now_s + self.setting.rules.keep_for_s(class_byte)
+        while pending:
+            cell = self.open_for(class_byte, until_s // DAY_S)
+            while cell is None:
+                if not self.make_room(lambda: self.room() > 1, now_s):
+                    self.happened["refused"] += len(pending)
+                    return
+                cell = self.open_for(class_byte, until_s // DAY_S) or self.begin(class_byte, until_s // DAY_S)
+            self.write(cell, pending[0])
+            self.until_s[pending.pop(0)] = until_s
+            self.happened["stored"] += 1
+
+    def write(self, cell: Cell, block: int) -> None:
+        self.where[block] = (cell, len(cell.records))
+        cell.records.append(block)
+
+    def drop(self, block: int, why: str) -> None:
+        del self.where[block], self.until_s[block]
+        self.happened[why] += 1
+
+    def room(self) -> int:
+        return len(self.free) + self.setting.layout.segments_max - len(self.cells)
+
+    def open_for(self, class_byte: int, day: int) -> Cell | None:
+        cell = self.opened.get((class_byte, day))
+        if cell is not None and len(cell.records) == self.setting.slots:
+            del self.opened[class_byte, day]
+            return None
+        return cell
+
+    def begin(self, class_byte: int, day: int) -> Cell:
+        number = self.free.pop() if self.free else len(self.cells) + 1
+        self.begun += 1
+        cell = self.cells[number] = Cell(number, class_byte, day, self.begun)
+        open_max = max(2, self.setting.layout.segments_max // 8)
+        longest = list(self.opened)[: max(0, len(self.opened) + 1 - open_max)]
+        for key in list(self.opened):
+            if key in longest or (key[0] == class_byte and key[1] < day):
+                del self.opened[key]
+        self.opened[class_byte, day] = cell
+        return cell
+
+    def held(self, cell: Cell) -> list[int]:
+        return [block for at, block in enumerate(cell.records) if self.where.get(block) == (cell, at)]
+
+    def usage(self, cell: Cell, now_s: int) -> SegmentUsage:
+        held = self.held(cell)
+        size = self.setting.record_bytes
+        alive = sum(self.until_s[block] > now_s for block in held)
+        promise_s = max((self.until_s[block] for block in held), default=0)
+        used_bytes, alive_bytes = len(cell.records) * size, alive * size
+        segment_bytes = self.setting.layout.segment_bytes
+        return SegmentUsage(
+            cell.number, cell.class_byte, segment_bytes, used_bytes, alive_bytes, 0, promise_s, cell.begun, busy=False
+        )
+
+    def make_room(self, enough: object, now_s: int) -> bool:
+        assert callable(enough)
+        stuck: set[int] = set()
+        for _ in range(2 * len(self.cells) + 2):
+            if enough():
+                return True
+            cells = [cell for cell in self.cells.values() if cell is not None and cell.number not in stuck]
+            idle = [self.usage(cell, now_s) for cell in cells]
+            step = choose_victim(idle, self.setting.rules)
+            if step is None:
+                return False
+            if not self.empty(step.segment, step.action, now_s):
+                stuck.add(step.segment)
+        return bool(enough())
+
+    def empty(self, number: int, action: Action, now_s: int) -> bool:
+        cell = self.cells[number]
+        assert cell is not None
+        if action is Action.MOVE_ALIVE and not self.move(cell, now_s):
+            return False
+        for block in self.held(cell):
+            self.drop(block, "evicted" if self.until_s[block] > now_s else "expired")
+        self.close(cell)
+        self.cells[number] = None
+        self.free.append(number)
+        return True
+
+    def close(self, cell: Cell) -> None:
+        self.opened = {key: other for key, other in self.opened.items() if other is not cell}
+
+    def move(self, cell: Cell, now_s: int) -> bool:
+        self.close(cell)
+        moving = [block for block in self.held(cell) if self.until_s[block] > now_s]
+        day = max((self.until_s[block] for block in moving), default=0) // DAY_S
+        for at in in_chain_order([(block, self.before[block]) for block in moving]):
+            target = self.open_for(cell.class_byte, day)
+            if target is None and self.room() > 0:
+                target = self.begin(cell.class_byte, day)
+            if target is None:
+                return False
+            self.write(target, moving[at])
+            self.happened["rewritten"] += 1
+        return True
+
+    def sweep(self, now_s: int) -> None:
+        cells = [cell for cell in self.cells.values() if cell is not None]
+        due = [cell.number for cell in cells if not all(self.alive(block, now_s) for block in self.held(cell) or [-1])]
+        for number in due:
+            cell = self.cells[number]
+            if cell is None:
+                continue
+            action = sweep_action(self.usage(cell, now_s))
+            if action is None or not self.empty(cell.number, action, now_s):
+                for block in self.held(cell):
+                    if self.until_s[block] <= now_s:
+                        self.drop(block, "expired")
+
+
+class PlainStore:
+    """Several plain nodes, and what a client does with them."""
+
+    def __init__(self, workload: Workload, setting: Setting) -> None:
+        placement = Placement([f"node-{number}" for number in range(setting.nodes)])
+        self.setting = setting
+        self.owners = workload.owners(placement).tolist()
+        self.nodes = [PlainNode(setting, workload.before.tolist()) for _ in range(setting.nodes)]
+        self.next_sweep_s = int(workload.requests[0].at_s) + setting.sweep_every_s
+
+    def advance(self, now_s: float) -> None:
+        while self.next_sweep_s <= now_s:
+            for node in self.nodes:
+                node.sweep(self.next_sweep_s)
+            self.next_sweep_s += self.setting.sweep_every_s
+
+    def request(self, request: Request) -> int:
+        blocks, now_s = request.blocks().tolist(), int(request.at_s)
+        hits = 0
+        while hits < len(blocks) and self.nodes[self.owners[blocks[hits]]].alive(blocks[hits], request.at_s):
+            hits += 1
+        for block in blocks[:hits]:
+            self.nodes[self.owners[block]].touch(block, request.class_byte, now_s)
+        for number, node in enumerate(self.nodes):
+            owned = [block for block in blocks[hits:] if self.owners[block] == number]
+            for begin in range(0, len(owned), BATCH_BLOCKS_MAX):
+                node.put(owned[begin : begin + BATCH_BLOCKS_MAX], request.class_byte, now_s)
+        return hits
+
+
+def totals(outcome: Outcome) -> dict[str, int]:
+    counts = outcome.counts_of()
+    return {name: getattr(counts, name) for name in ("stored", "refused", "rewritten", "evicted", "expired")}
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 2**32),
+    nodes=st.sampled_from([1, 1, 3]),
+    payload_bytes=st.sampled_from([3000, 60_000, 200_000]),
+    capacity_mib=st.sampled_from([8, 10, 24]),
+    keeps=st.sampled_from([(5 * 60, HOUR_S), (3 * HOUR_S, HOUR_S), (DAY_S, 7 * DAY_S)]),
+    floor_mib=st.sampled_from([0, 2, 20]),
+    gap_s=st.sampled_from([10.0, 600.0, 20_000.0]),
+)
+def test_it_does_what_plain_dictionaries_do(
+    seed: int, nodes: int, payload_bytes: int, capacity_mib: int, keeps: tuple[int, int], floor_mib: int, gap_s: float
+) -> None:
+    """Hits of every request, and what was stored, refused, moved, evicted and expired, are the same block by block."""
+    workload = made_up_workload(seed, requests=50, gap_s=gap_s)
+    setting = Setting(rules(*keeps, floor_mib * MIB), payload_bytes, capacity_mib * MIB, nodes, sweep_every_s=300)
+    fast, plain = Replay(workload, setting), PlainStore(workload, setting)
+    for request in workload.requests:
+        fast.advance(request.at_s)
+        plain.advance(request.at_s)
+        assert fast.request(request) == plain.request(request)
+    happened = totals(fast.finish())
+    for name, count in happened.items():
+        assert count == sum(node.happened[name] for node in plain.nodes), name
+    for node in plain.nodes:
+        held = np.array(list(node.where), dtype=np.int64)
+        assert fast.shelf.until_s[held].tolist() == [node.until_s[block] for block in held.tolist()]
+
+
+# --- a real node ----------------------------------------------------------------------------------------------
+
+
+def names_of(space: SpaceId, workload: Workload, request: Request) -> list[BlockName]:
+    """A chain whose tokens are the numbers of the prompt's prefixes: equal numbers, equal keys."""
+    return list(TokenChain(space, BLOCK_TOKENS, np.repeat(request.blocks(), BLOCK_TOKENS).tolist()).names)
+
+
+def drive(node: Node, clock: ManualClock, workload: Workload, setting: Setting) -> list[int]:
+    """What a worker does with each prompt, on the store's clock, with sweeps at their times; hits by request."""
+    space = node.register_space(a_space())
+    payload = bytes(setting.payload_bytes)
+    next_sweep_s = int(workload.requests[0].at_s) + setting.sweep_every_s
+    hits: list[int] = []
+    for request in workload.requests:
+        while next_sweep_s <= request.at_s:
+            clock.advance(next_sweep_s - clock.now_s())
+            node.sweep(apply=True)
+            next_sweep_s += setting.sweep_every_s
+        clock.advance(request.at_s - clock.now_s())
+        names = names_of(space, workload, request)
+        found = node.lookup(space, names).prefix_blocks() if names else 0
+        traffic_class = TrafficClass(request.class_byte)
+        node.touch(space, names[:found], traffic_class=traffic_class)
+        rest = [BlockPut(name, BLOCK_TOKENS, payload) for name in names[found:]]
+        for begin in range(0, len(rest), BATCH_BLOCKS_MAX):
+            outcomes = node.put(space, rest[begin : begin + BATCH_BLOCKS_MAX], traffic_class=traffic_class)
+            assert PutOutcome.ALTERED not in outcomes
+        hits.append(found)
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("seed", "payload_bytes", "keeps", "gap_s"),
+    [
+        (1, 60_000, (DAY_S, 7 * DAY_S), 2000.0),
+        (2, 60_000, (HOUR_S, 3 * HOUR_S), 1500.0),
+        (3, 3000, (DAY_S, 7 * DAY_S), 600.0),
+    ],
+    ids=["segments run out", "promises end", "the index runs out"],
+)
+def test_it_does_what_a_real_node_does(
+    tmp_path: Path, seed: int, payload_bytes: int, keeps: tuple[int, int], gap_s: float
+) -> None:
+    """On one clock, with real files: hits of every request, and every counter of room, are the node's."""
+    workload = made_up_workload(seed, requests=150 if payload_bytes > 3000 else 500, gap_s=gap_s, begin_s=T0_S)
+    setting = Setting(rules(*keeps, floor_bytes=2 * MIB), payload_bytes, 10 * MIB, sweep_every_s=1800)
+    clock = ManualClock()
+    node = open_node(tmp_path, clock, capacity_bytes=10 * MIB, rules=setting.rules)
+    try:
+        real_hits = drive(node, clock, workload, setting)
+        stats = node.stats()
+    finally:
+        node.close()
+    fast = Replay(workload, setting)
+    hits: list[int] = []
+    for request in workload.requests:
+        fast.advance(request.at_s)
+        hits.append(fast.request(request))
+    assert hits == real_hits
+    outcome = fast.finish()
+    assert totals(outcome) == {
+        "stored": stats["puts"],
+        "refused": stats["refused"],
+        "rewritten": stats["blocks_rewritten"],
+        "evicted": stats["evicted"],
+        "expired": stats["expired"],
+    }
+    assert outcome.segments_recycled == stats["segments_recycled"]
+    assert sum(keeping.blocks_end for keeping in outcome.keeping.values()) == stats["blocks"]
+
+
+# --- figures that are known ------------------------------------------------------------------------------------
+
+
+def test_unbounded_it_hits_whatever_was_asked_before() -> None:
+    """With room for all and promises longer than the trace, each block is stored once and never goes."""
+    workload = made_up_workload(7, requests=400, gap_s=1.0)
+    outcome = replay(workload, Setting(rules(30 * DAY_S, 30 * DAY_S), 5000))
+    seen: set[int] = set()
+    hits = 0
+    for request in workload.requests:
+        hits += sum(block in seen for block in request.blocks().tolist())
+        seen.update(request.blocks().tolist())
+    assert outcome.traffic_of(None).hit_blocks == hits
+    assert totals(outcome) == {"stored": workload.blocks, "refused": 0, "rewritten": 0, "evicted": 0, "expired": 0}
