@@ -8,13 +8,14 @@ offered, so a state follows its blocks; a request is settled once each of its it
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.errors import SpaceUnknown, StoreError
+from kvstore.errors import SpaceUnknown, StoreError, Unauthorized
 from kvstore.keys import BlockName, StateName
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.store import BlockPut, PutOutcome, Store
@@ -26,8 +27,12 @@ QUEUE_ITEMS_MAX = 16_384
 """Items queued, whatever their size; the next is shed."""
 BATCH_BYTES_MAX = 32 << 20
 PUT_DEADLINE_S_DEFAULT = 5.0
+TELL_EVERY_S = 60.0
+"""How often at most it is logged that the store refuses this worker's token."""
 PAUSE_S = 1.0
 """After a put failed as a whole, what is queued meanwhile fails at once: one dead store must not hold up hand-offs."""
+
+log = logging.getLogger(__name__)
 
 _ACKNOWLEDGED = (PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REPLACED)
 
@@ -119,6 +124,7 @@ class Publisher:
         self._changed = threading.Condition()
         self._closing = False
         self._paused_until_s = 0.0
+        self._quiet_until_s = 0.0
         self._thread: threading.Thread | None = None
         self.counts = PublishCounts()
 
@@ -223,10 +229,19 @@ class Publisher:
         except SpaceUnknown:
             self._spaces.forget_registration(space)
             self.counts.errors += 1
+        except Unauthorized as error:
+            self.counts.errors += 1
+            self._tell_refusal(error)
         except StoreError:
             self.counts.errors += 1
             self._paused_until_s = self._monotonic_s() + PAUSE_S
         return [False] * len(batch)
+
+    def _tell_refusal(self, error: Unauthorized) -> None:
+        """A token that does not fit is for an operator to mend: said now and then. Another tenant's puts go on."""
+        if self._monotonic_s() >= self._quiet_until_s:
+            self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
+            log.error("store_refuses_puts", extra={"reason": str(error)})
 
     def _put_registered(self, space: TenantSpace, batch: list[_Item]) -> list[bool]:
         first, deadline_s = batch[0], self._put_deadline_s

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from kvstore.errors import SpaceUnknown
-from kvstore.keys import Space, TokenChain
+from kvstore.errors import SpaceUnknown, Unauthorized
+from kvstore.keys import Space, SpaceId, TokenChain
 from kvstore.testing import MemoryStore
 from kvstore.traffic import CHAT
 from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import a_space
-from workers.publish import PAUSE_S, Publisher, Ticket
+from workers.publish import PAUSE_S, TELL_EVERY_S, Publisher, Ticket
 from workers.spaces import Spaces, TenantSpace
 
 
@@ -112,6 +113,30 @@ def test_dead_store_fails_what_is_queued_at_once_and_is_tried_again_later() -> N
     ticket = rig.ticket()
     rig.offer(ticket, 0)
     assert rig.publisher.flush(ticket, 5.0)
+    rig.publisher.close(5.0)
+
+
+def test_a_refused_token_is_told_and_does_not_hold_up_others(caplog: pytest.LogCaptureFixture) -> None:
+    """The store takes one tenant's blocks and not another's: the one's are stored at once, and it is logged once a
+    minute why the other's are not."""
+    rig = Rig()
+    register = rig.memory.register_space
+
+    def refuse(space: Space, **options: Any) -> SpaceId:
+        if space.tenant_salt is not None:
+            raise Unauthorized("the space does not carry the salt of this token's tenant")
+        return register(space, **options)
+
+    rig.memory.register_space = refuse  # type: ignore[method-assign]
+    other = rig.spaces.of("bolt")
+    for at, told in ((0.0, 1), (TELL_EVERY_S - 1, 1), (TELL_EVERY_S, 2)):
+        rig.now_s = at
+        refused, stored = rig.publisher.ticket(other, CHAT), rig.ticket()
+        for ticket in (refused, stored):
+            rig.offer(ticket, 0)
+        assert not rig.publisher.flush(refused, 5.0)
+        assert rig.publisher.flush(stored, 5.0)
+        assert [record.message for record in caplog.records] == ["store_refuses_puts"] * told
     rig.publisher.close(5.0)
 
 
