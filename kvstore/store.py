@@ -80,6 +80,8 @@ class PutOutcome(IntEnum):
     ALTERED = 4
     """The bytes changed between submission and arrival (checksum mismatch); nothing is kept of them."""
     UNREACHABLE = 5
+    DECLINED = 6
+    """Not stored by the class's policy (its admission, or its write budget of the day): there is nothing to repeat."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ BUILT_IN_NAMES: Mapping[str, TrafficClass] = {"agent": AGENT, "chat": CHAT}
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}\Z")
 CODECS = ("none", "zstd")
+ALWAYS, SECOND_TOUCH = "always", "second_touch"
+ADMISSIONS = (ALWAYS, SECOND_TOUCH)
 KEEP_FOR_S_MAX = 50 * 365 * 86_400
 """Fifty years; a longer promise is a slip of the pen. Only touches are stored, as u32 seconds (good until 2106): a
 deadline is computed from them and the rules in force, as an i64, so no promise can overflow it."""
@@ -39,7 +41,9 @@ class ClassRule:
     """What the daemon does with blocks of one class: numbers only.
 
     Units: ``keep_for_s`` seconds from the last touch; ``floor_bytes`` physical bytes that eviction leaves to the class.
-    ``priority``: classes with a lower number are evicted first. ``codec``: how payloads are stored.
+    ``priority``: classes with a lower number are evicted first. ``codec``: how payloads are stored. ``admission``:
+    whether a new block is stored when it is offered, or when it is offered for the second time. ``write_budget_bytes``:
+    physical bytes of new blocks that a node stores in a day (UTC); 0: no bound.
     """
 
     class_byte: TrafficClass
@@ -48,9 +52,11 @@ class ClassRule:
     priority: int = 100
     floor_bytes: int = 0
     codec: str = "none"
+    admission: str = ALWAYS
+    write_budget_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for number in (self.class_byte, self.keep_for_s, self.priority, self.floor_bytes):
+        for number in (self.class_byte, self.keep_for_s, self.priority, self.floor_bytes, self.write_budget_bytes):
             if not isinstance(number, int) or isinstance(number, bool):
                 raise ValueError(f"class {self.name!r}: {number!r} is not a whole number")
         if not 1 <= self.class_byte <= CLASS_MAX:
@@ -65,11 +71,19 @@ class ClassRule:
             raise ValueError(f"class {self.name!r}: floor_bytes {self.floor_bytes} is outside 0..1 EiB")
         if self.codec not in CODECS:
             raise ValueError(f"class {self.name!r}: codec {self.codec!r} is not one of {', '.join(CODECS)}")
+        if self.admission not in ADMISSIONS:
+            raise ValueError(f"class {self.name!r}: admission {self.admission!r} is not one of {', '.join(ADMISSIONS)}")
+        if not 0 <= self.write_budget_bytes <= FLOOR_BYTES_MAX:
+            raise ValueError(f"class {self.name!r}: write_budget {self.write_budget_bytes} is outside 0..1 EiB")
         built_in = BUILT_IN_NAMES.get(self.name)
         if built_in is not None and built_in != self.class_byte:
             raise ValueError(f"class {self.name!r} is built in and has byte {built_in}, not {self.class_byte}")
         if built_in is None and self.class_byte < OPERATOR_CLASS_MIN:
             raise ValueError(f"class {self.name!r}: operator classes use bytes {OPERATOR_CLASS_MIN}..255")
+
+
+LATER: Mapping[str, object] = {"admission": ALWAYS, "write_budget_bytes": 0}
+"""Fields that the first rules did not have, and what their absence means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +117,11 @@ class ClassRules:
         return rule.name if rule else f"class-{class_byte}"
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(rule) for rule in self.rules]
+        """Fields that came later only where they say something, so that an older program reads the others."""
+        return [
+            {name: value for name, value in asdict(rule).items() if name not in LATER or value != LATER[name]}
+            for rule in self.rules
+        ]
 
     @classmethod
     def from_json(cls, rows: Iterable[Mapping[str, Any]]) -> ClassRules:

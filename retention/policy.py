@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.traffic import (
+    ADMISSIONS,
+    ALWAYS,
     BUILT_IN_NAMES,
     CLASS_MAX,
     CODECS,
@@ -141,7 +143,7 @@ def parse_keep_for(text: str) -> int:
 
 
 def policy_text(rules: ClassRules) -> str:
-    """The canonical document of some rules: every key of every class, in order of their bytes."""
+    """The canonical document of some rules: every key that says something of every class, in order of their bytes."""
     tables = []
     for rule in sorted(rules.rules, key=lambda item: item.class_byte):
         lines = [f"[class.{rule.name}]"]
@@ -153,6 +155,10 @@ def policy_text(rules: ClassRules) -> str:
             f'floor = "{format_bytes(rule.floor_bytes)}"',
             f'codec = "{rule.codec}"',
         ]
+        if rule.admission != ALWAYS:
+            lines.append(f'admission = "{rule.admission}"')
+        if rule.write_budget_bytes:
+            lines.append(f'write_budget = "{format_bytes(rule.write_budget_bytes)}"')
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
@@ -200,6 +206,8 @@ def _parse_class(name: str, table: object, problems: list[str]) -> ClassRule | N
                 priority=values["priority"],
                 floor_bytes=values["floor"],
                 codec=values["codec"],
+                admission=values["admission"],
+                write_budget_bytes=values["write_budget"],
             )
         except ValueError as error:
             found.append(str(error))
@@ -238,14 +246,30 @@ def _read_priority(_name: str, value: object) -> int:
 
 
 def _read_floor(_name: str, value: object) -> int:
+    return _size(value, "floor")
+
+
+def _read_write_budget(_name: str, value: object) -> int:
+    return _size(value, "write_budget")
+
+
+def _size(value: object, key: str) -> int:
     if value is None:
         return 0
     if not isinstance(value, str):
-        raise ValueError(f'floor {_shown(value)}: write a size with units, like floor = "50GiB" or "0B"')
+        raise ValueError(f'{key} {_shown(value)}: write a size with units, like {key} = "50GiB" or "0B"')
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise ValueError(f"floor: {error}") from error
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _read_admission(_name: str, value: object) -> str:
+    if value is None:
+        return ALWAYS
+    if not isinstance(value, str) or value not in ADMISSIONS:
+        raise ValueError(f"admission {_shown(value)} is not one of {', '.join(ADMISSIONS)}")
+    return value
 
 
 def _read_codec(_name: str, value: object) -> str:
@@ -262,6 +286,8 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "priority": _read_priority,
     "floor": _read_floor,
     "codec": _read_codec,
+    "admission": _read_admission,
+    "write_budget": _read_write_budget,
 }
 """Keys of a class table, with the function that checks and translates each (class name, value or None if absent)."""
 

@@ -172,7 +172,7 @@ def usage_table(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts:
 
 def policy_table(policy: Policy) -> Table:
     table = Table(title=f"policy, version {policy.version}")
-    for heading in ("class", "byte", "keep for", "priority", "floor", "codec"):
+    for heading in ("class", "byte", "keep for", "priority", "floor", "codec", "admission", "write budget"):
         table.add_column(heading)
     for rule in policy.rules.rules:
         table.add_row(rule.name, str(rule.class_byte), *(value for _, value in _rule_values(rule)))
@@ -291,6 +291,8 @@ def _rule_values(rule: ClassRule) -> tuple[tuple[str, str], ...]:
         ("priority", str(rule.priority)),
         ("floor", format_bytes(rule.floor_bytes)),
         ("codec", rule.codec),
+        ("admission", rule.admission),
+        ("write_budget", format_bytes(rule.write_budget_bytes) if rule.write_budget_bytes else "-"),
     )
 
 

@@ -101,6 +101,7 @@ class _Gauges(Collector):
             ("put_errors", "Calls to the store that failed.", published.errors),
             ("blocks_published", "Blocks acknowledged.", published.blocks_acknowledged),
             ("blocks_unpublished", "Blocks refused or failed.", published.blocks_failed),
+            ("blocks_declined", "Blocks that the policy of their class did not want.", published.blocks_declined),
             ("states_published", "States acknowledged.", published.states_acknowledged),
             ("states_unpublished", "States refused or failed.", published.states_failed),
         ):

@@ -43,6 +43,8 @@ class PublishCounts:
 
     blocks_acknowledged: int = 0
     blocks_failed: int = 0
+    blocks_declined: int = 0
+    """Not stored by the policy of their class: neither acknowledged nor a failure."""
     states_acknowledged: int = 0
     states_failed: int = 0
     shed: int = 0
@@ -218,7 +220,7 @@ class Publisher:
                 size += item.size
             return batch
 
-    def _put(self, batch: list[_Item]) -> list[bool]:
+    def _put(self, batch: list[_Item]) -> list[bool | None]:
         """What became of each item. A store's error fails the whole batch, and is counted."""
         if self._monotonic_s() < self._paused_until_s:
             return [False] * len(batch)
@@ -243,7 +245,8 @@ class Publisher:
             self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
             log.error("store_refuses_puts", extra={"reason": str(error)})
 
-    def _put_registered(self, space: TenantSpace, batch: list[_Item]) -> list[bool]:
+    def _put_registered(self, space: TenantSpace, batch: list[_Item]) -> list[bool | None]:
+        """Whether each was acknowledged; None: declined."""
         first, deadline_s = batch[0], self._put_deadline_s
         if isinstance(first, _State):
             kept = self._store.put_state(space.id, first.name, first.payload, flags=first.flags, deadline_s=deadline_s)
@@ -254,9 +257,9 @@ class Publisher:
             return [True]
         puts = [item.put for item in batch if isinstance(item, _Block)]
         outcomes = self._store.put(space.id, puts, traffic_class=traffic_class, deadline_s=deadline_s)
-        return [outcome in _ACKNOWLEDGED for outcome in outcomes]
+        return [None if outcome is PutOutcome.DECLINED else outcome in _ACKNOWLEDGED for outcome in outcomes]
 
-    def _account(self, batch: list[_Item], results: list[bool]) -> list[Callable[[], None]]:
+    def _account(self, batch: list[_Item], results: list[bool | None]) -> list[Callable[[], None]]:
         """Settle tickets; returns what is to be called outside the lock."""
         calls = []
         with self._changed:
@@ -272,8 +275,10 @@ class Publisher:
             self._changed.notify_all()
         return calls
 
-    def _count(self, item: _Item, acknowledged: bool) -> None:
-        if isinstance(item, _Block):
+    def _count(self, item: _Item, acknowledged: bool | None) -> None:
+        if acknowledged is None:
+            self.counts.blocks_declined += 1
+        elif isinstance(item, _Block):
             self.counts.blocks_acknowledged += acknowledged
             self.counts.blocks_failed += not acknowledged
             item.ticket.blocks_acknowledged += acknowledged

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstore.daemon.ledger import Ledger
 from kvstore.daemon.volume import VolumeLayout
+from kvstore.daemon.wear import Wear
 
 OK, LOW_SPACE, FAILING = "ok", "low_space", "failing"
 """``low_space``: others filled the file system, so puts that need a new file are refused. ``failing``: reads or writes
@@ -22,17 +23,26 @@ TROUBLE_S = 600.0
 class Condition:
     """Remembers when it last saw errors; asked from any thread."""
 
-    def __init__(self, ledger: Ledger, layout: VolumeLayout, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ledger: Ledger, layout: VolumeLayout, wear: Wear, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wear = wear
         self._ledger = ledger
         self._layout = layout
         self._monotonic = monotonic
         self._errors = 0
         self._trouble_s = -TROUBLE_S
 
-    def report(self) -> dict[str, Any]:
+    def keep_books(self, now_s: float) -> None:
+        """Count what was written, and write that down."""
+        self._wear.observe(self._ledger.counters.bytes_written, now_s)
+        self._wear.save()
+
+    def report(self, now_s: float) -> dict[str, Any]:
         """``state``, the same as two flags, and the numbers behind it."""
         counters, segments = self._ledger.counters, self._ledger.segments
         watermark = segments.watermark
+        self._wear.observe(counters.bytes_written, now_s)
         low, failing = watermark.is_low() or segments.held_back, self._is_failing()
         return {
             "state": FAILING if failing else LOW_SPACE if low else OK,
@@ -47,6 +57,7 @@ class Condition:
             "read_errors": counters.read_errors,
             "write_errors": counters.write_errors,
             "shed_low_space": counters.shed_low_space,
+            **self._wear.report(now_s),
         }
 
     def _is_failing(self) -> bool:

@@ -21,19 +21,8 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 COUNTERS = frozenset(
     (
-        *(
-            "hits",
-            "misses",
-            "puts",
-            "touches",
-            "replaced",
-            "refused",
-            "shed_low_space",
-            "altered",
-            "evicted",
-            "expired",
-            "purged",
-        ),
+        *("hits", "misses", "puts", "touches", "replaced", "refused", "altered", "evicted", "expired", "purged"),
+        *("shed_low_space", "declined", "written_total_bytes"),
         *("corrupt", "quarantined", "bytes_written", "bytes_read", "extents_read", "write_errors", "read_errors"),
         *("blocks_rewritten", "segments_recycled", "read_us", "timed_bytes", "index_errors", "index_compactions"),
         *("scrub_bytes", "scrub_damaged", "scrub_quarantined", "scrub_gave_way", "clock_jumps"),

@@ -456,7 +456,7 @@ class Node:
             **merge_progress([scrubber.stats() for scrubber in self._scrubbers]),
             "unknown_classes": len(unknown),
             "shards": len(self._shards),
-            "volumes": {str(shard.volume.path): shard.condition.report() for shard in self._shards},
+            "volumes": {str(shard.volume.path): shard.condition.report(now_s) for shard in self._shards},
             "clock_jumps": self._clock_watch.jumps,
             "uptime_s": time.monotonic() - self._started_s,
             "class_blocks": by_class(effects, rules, lambda effect: effect.blocks),
@@ -485,6 +485,8 @@ class Node:
             scrubber.stop(save=sync)
         self._lanes.close()
         for shard in self._shards:
+            if sync:
+                shard.condition.keep_books(self._clock.now_s())
             shard.close(sync=sync)
 
     def _check_open(self) -> None:

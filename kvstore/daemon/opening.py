@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.daemon.bounds import bounds_of
 from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_rules
 from kvstore.daemon.clock import BoundedClock
@@ -21,7 +22,6 @@ from kvstore.daemon.files import Files
 from kvstore.daemon.presence import FOREVER_S
 from kvstore.daemon.shard import Pins, Shard
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
-from kvstore.daemon.watermark import Watermark
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import STATE_POOL_BYTES_DEFAULT, STATE_TTL_S_DEFAULT
 from kvstore.store import Clock, Pin, Policy
@@ -89,7 +89,8 @@ def open_directories(
         if rules is not None and in_force.rules != rules:
             log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
         pins = pin_ends(catalog.content.pins)
-        for volume, layout, free_min in zip(opened, layouts, free_min_bytes, strict=True):
+        bounds = bounds_of(opened, layouts, free_min_bytes, files, clock.now_s())
+        for volume, layout, bound in zip(opened, layouts, bounds, strict=True):
             shards.append(
                 Shard.open(
                     volume,
@@ -100,7 +101,7 @@ def open_directories(
                     new_generation=new_generation,
                     now_s=int(BoundedClock(clock).now_s()),
                     commit_window_s=config.commit_window_s,
-                    watermark=Watermark(files, volume.path, free_min),
+                    bounds=bound,
                     events=events,
                 )
             )

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.capacity import blocks_max
+from kvstore.daemon.bounds import Bounds
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
@@ -34,6 +35,7 @@ from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
 from kvstore.daemon.index import Index
+from kvstore.daemon.intake import SelectiveWriter
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place, Taken
 from kvstore.daemon.presence import (
@@ -52,7 +54,6 @@ from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, account_of, effects_of
 from kvstore.daemon.volume import SCRUB_NAME, Volume, VolumeLayout
-from kvstore.daemon.watermark import Watermark
 from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
@@ -86,17 +87,20 @@ class ShardParts:
 class Shard:
     """Thread-safe. ``pins`` is replaced as a whole by ``set_pins``; ``rules`` by ``set_rules``."""
 
-    def __init__(self, parts: ShardParts, rules: ClassRules, pins: Pins, commit_window_s: float) -> None:
+    def __init__(
+        self, parts: ShardParts, rules: ClassRules, pins: Pins, commit_window_s: float, bounds: Bounds
+    ) -> None:
         self._parts = parts
         self._ledger = parts.ledger
         self._rules = rules
         self._pins = pins
         self._writer = threading.Lock()
         self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
-        self._put = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
+        writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
+        self._put = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
         self._confirmations = Confirmations(parts.ledger, commit_window_s)
         self._sealer = Sealer(self._seal)
-        self.condition = Condition(parts.ledger, parts.layout)
+        self.condition = Condition(parts.ledger, parts.layout, bounds.wear)
 
     @classmethod
     def open(
@@ -111,7 +115,7 @@ class Shard:
         now_s: int,
         commit_window_s: float,
         events: EventLog,
-        watermark: Watermark | None = None,
+        bounds: Bounds,
     ) -> Shard:
         """Open a locked volume: its segments, its index (rebuilt if need be), and everything acknowledged.
 
@@ -119,7 +123,13 @@ class Shard:
         """
         begin_s = time.monotonic()
         segments = SegmentSet.open(
-            files, volume.segments_path, layout.segment_bytes, layout.segments_max, new_generation, now_s, watermark
+            files,
+            volume.segments_path,
+            layout.segment_bytes,
+            layout.segments_max,
+            new_generation,
+            now_s,
+            bounds.watermark,
         )
         index: Index | None = None
         try:
@@ -133,7 +143,7 @@ class Shard:
             ledger.mend_index()
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
-            shard = cls(parts, rules, pins, commit_window_s)
+            shard = cls(parts, rules, pins, commit_window_s, bounds)
             shard.set_pins(pins)
             if not shard._reclaimer.reduce_to_capacity(now_s):
                 raise VolumeError(
@@ -418,6 +428,7 @@ class Shard:
         for number in numbers:
             with self._writing(threading.TIMEOUT_MAX):
                 self._reclaimer.sweep_segment(number, now_s, swept)
+        self.condition.keep_books(now_s)
         self._ledger.compact_if_due()
         return swept
 

@@ -41,6 +41,7 @@ class Counters:
     refused: int = 0
     shed_low_space: int = 0
     """Those of the refused that needed a new file below the watermark."""
+    declined: int = 0
     altered: int = 0
     purged: int = 0
     expired: int = 0

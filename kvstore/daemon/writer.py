@@ -149,6 +149,7 @@ class Writer:
         for _ in range(ATTEMPTS):
             segment = self._reclaimer.segment_for(class_byte, day, needed, now_s)
             if segment is None:
+                self._ledger.counters.shed_low_space += self._ledger.segments.held_back
                 break
             header = blocks.header(0, space_id, class_byte, now_s, segment)
             parts = [encode_header(header), blocks.stored[0], _PADDING[: needed - HEADER_BYTES - header.stored_bytes]]
@@ -239,8 +240,7 @@ class Writer:
             needed = int(batch.record_bytes[pending[at]])
             segment = self._reclaimer.segment_for(batch.class_byte, day, needed, batch.now_s)
             if segment is None:
-                if self._ledger.segments.held_back:
-                    self._ledger.counters.shed_low_space += len(pending) - at
+                self._ledger.counters.shed_low_space += (len(pending) - at) * self._ledger.segments.held_back
                 return
             run = _fitting(pending[at:], batch.record_bytes, segment.room_bytes)
             done = self._write_run(batch, run, segment)

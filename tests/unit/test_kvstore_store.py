@@ -44,7 +44,10 @@ def test_an_exact_prefix_ends_at_an_approximate_block_too(answers: list[tuple[Pr
             {"NEVER": 0, "PRESENT": 1, "EXPIRED": 2, "EVICTED": 3, "QUARANTINED": 4, "PURGED": 5, "UNREACHABLE": 6},
         ),
         (GetStatus, {"OK": 0, "MISS": 1, "CORRUPT": 2, "DEADLINE": 3, "WRONG_SIZE": 4, "UNREACHABLE": 5}),
-        (PutOutcome, {"STORED": 0, "TOUCHED": 1, "REPLACED": 2, "REFUSED": 3, "ALTERED": 4, "UNREACHABLE": 5}),
+        (
+            PutOutcome,
+            {"STORED": 0, "TOUCHED": 1, "REPLACED": 2, "REFUSED": 3, "ALTERED": 4, "UNREACHABLE": 5, "DECLINED": 6},
+        ),
     ],
 )
 def test_numbers_on_the_wire_are_pinned(kind: type[Presence], values: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,10 @@ def test_an_unknown_class_is_kept_at_the_longest_promise() -> None:
 def test_rules_survive_json() -> None:
     """What is written to JSON reads back equal; other fields are refused."""
     assert ClassRules.from_json(json.loads(json.dumps(RULES.to_json()))) == RULES
+    assert not {"admission", "write_budget_bytes"} & {name for row in RULES.to_json() for name in row}
+    choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1)
+    again = ClassRules.from_json(ClassRules((choosy,)).to_json())
+    assert again.rules == (choosy,)
     for row in ({"name": "batch"}, {**RULES.to_json()[2], "ttl": 5}):
         with pytest.raises(ValueError, match="fields"):
             ClassRules.from_json([row])

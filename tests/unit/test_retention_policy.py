@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.traffic import FLOOR_BYTES_MAX, KEEP_FOR_S_MAX, PRIORITY_MAX, ClassRule, ClassRules, TrafficClass
+from kvstore.traffic import (
+    ADMISSIONS,
+    FLOOR_BYTES_MAX,
+    KEEP_FOR_S_MAX,
+    PRIORITY_MAX,
+    ClassRule,
+    ClassRules,
+    TrafficClass,
+)
 from retention.errors import PolicyInvalid
 from retention.policy import (
     POLICY_TEXT_BYTES_MAX,
@@ -66,11 +75,13 @@ def test_a_document_compiles_to_the_daemons_numbers() -> None:
 
 
 names = st.from_regex(r"[a-z][a-z0-9_-]{0,30}", fullmatch=True).filter(lambda name: name not in ("agent", "chat"))
-numbers = {
+numbers: dict[str, st.SearchStrategy[Any]] = {
     "keep_for_s": st.integers(1, KEEP_FOR_S_MAX),
     "priority": st.integers(0, PRIORITY_MAX),
     "floor_bytes": st.integers(0, FLOOR_BYTES_MAX),
     "codec": st.sampled_from(["none", "zstd"]),
+    "admission": st.sampled_from(ADMISSIONS),
+    "write_budget_bytes": st.integers(0, FLOOR_BYTES_MAX),
 }
 
 
@@ -92,6 +103,19 @@ def test_the_canonical_text_reads_back_as_the_same_policy(rules: ClassRules) -> 
     assert parse_policy(text) == rules
     assert policy_text(parse_policy(text)) == text
     assert len(text) < POLICY_TEXT_BYTES_MAX
+
+
+def test_a_document_without_the_later_keys_means_what_it_meant() -> None:
+    """No admission and no budget: everything is stored. With them they are read, written and shown as changes."""
+    plain = parse_policy(BUILT_IN)
+    assert {(rule.admission, rule.write_budget_bytes) for rule in plain.rules} == {("always", 0)}
+    choosy = parse_policy(
+        BUILT_IN.replace("[class.chat]", '[class.chat]\nadmission = "second_touch"\nwrite_budget = "5GiB"')
+    )
+    rule = choosy.by_name("chat")
+    assert rule is not None
+    assert (rule.admission, rule.write_budget_bytes) == ("second_touch", 5 * GIB)
+    assert [change.name for change in diff_policies(plain, choosy)] == ["chat"]
 
 
 @given(policies(), policies())
@@ -149,6 +173,8 @@ BAD_DOCUMENTS: dict[str, tuple[str, str]] = {
     "negative floor": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "-1GiB"'), "not a size"),
     "overflowing floor": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "7EiB"'), "EiB"),
     "unknown codec": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = "gzip"'), "none, zstd"),
+    "unknown admission": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nadmission = "never"'), "second_touch"),
+    "budget as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nwrite_budget = 5'), "write_budget 5"),
     "codec as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = 1'), "none, zstd"),
     "too long": ("#" * POLICY_TEXT_BYTES_MAX + BUILT_IN, str(POLICY_TEXT_BYTES_MAX)),
     "too deep": ("x = " + "[" * 30_000, "not valid TOML"),

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.errors import SpaceUnknown, Unauthorized
 from kvstore.keys import Space, SpaceId, TokenChain
+from kvstore.store import PutOutcome
 from kvstore.testing import MemoryStore
 from kvstore.traffic import CHAT
 from tests.support.faulty_store import FaultyStore
@@ -179,3 +180,22 @@ def test_offers_after_close_are_shed() -> None:
     assert rig.publisher.close(5.0)
     assert not rig.offer(ticket, 1)
     assert rig.memory.stats()["blocks"] == 1
+
+
+def test_a_declined_block_is_neither_acknowledged_nor_a_failure_of_the_store() -> None:
+    """The policy of its class did not want it: the request is not published, no error is counted, nothing is paused."""
+    rig = Rig()
+
+    class Declining(MemoryStore):
+        def put(self, *arguments: Any, **options: Any) -> list[PutOutcome]:
+            return [PutOutcome.DECLINED] * len(arguments[1])
+
+    publisher = Publisher(Declining(), rig.spaces, queue_bytes_max=1000)
+    ticket = publisher.ticket(rig.tenant, CHAT)
+    name = rig.chain.names[0]
+    publisher.start()
+    assert publisher.offer_block(ticket, name, rig.chain.block_tokens, bytearray(100), 0)
+    assert not publisher.flush(ticket, 5.0)
+    counts = publisher.counts
+    assert (counts.blocks_declined, counts.blocks_failed, counts.errors) == (1, 0, 0)
+    assert publisher.close(5.0)
