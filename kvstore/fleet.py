@@ -69,6 +69,8 @@ class Fleet:
         self, work: Callable[[int, Sequence[int]], None], names: Sequence[BlockName], sizes: Sequence[int]
     ) -> list[Callable[[], None]]:
         """Jobs ``work(node, positions)`` that together cover the names, none larger than one call may be."""
+        if len(names) == 1:
+            return [job(work, self.placement.owner(names[0].route) if len(self.links) > 1 else 0, range(1))]
         return [
             job(work, node, part)
             for node, owned in self.group(names).items()

@@ -165,6 +165,11 @@ class Channel:
         ``more``: what follows at once may travel with it, so that the peer is not woken for the header alone.
         """
         flags = socket.MSG_MORE if more else 0
+        if not payloads:
+            sent = self._send_some([head], flags)
+            if sent == len(head):
+                return
+            head = head[sent:]
         waiting = [memoryview(head), *(memoryview(payload).cast("B") for payload in payloads)]
         first = 0
         while first < len(waiting):
@@ -175,7 +180,7 @@ class Channel:
             if sent:
                 waiting[first] = waiting[first][sent:]
 
-    def _send_some(self, buffers: list[memoryview], flags: int = 0) -> int:
+    def _send_some(self, buffers: Sequence[bytes | memoryview], flags: int = 0) -> int:
         self._arm(socket.SO_SNDTIMEO)
         try:
             return self._sock.sendmsg(buffers, (), flags)
@@ -290,6 +295,11 @@ class Channel:
         got = self._receive_some(view, 0)
         if got == 0:
             return None, b""
+        if got == len(view):
+            header, whole = wire.decode_header(view[: wire.HEADER_BYTES]), bytes(view[wire.HEADER_BYTES :])
+            if header.body_bytes == body_bytes:
+                wire.check_body(header, whole)
+                return header, whole
         if got < wire.HEADER_BYTES:
             self.receive_into(view[got : wire.HEADER_BYTES])
             got = wire.HEADER_BYTES

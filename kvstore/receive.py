@@ -86,6 +86,16 @@ class Scatter:
                 self.statuses[self.asked[row]] = GetStatus(int(statuses[row]))
         return lent
 
+    def begin(self, at: int) -> memoryview:
+        """The view of one block, about to be written; until it is accepted its content counts for nothing."""
+        self._begun.add(at)
+        return self.views[at]
+
+    def accept(self, at: int) -> None:
+        """The block's view has its bytes, verified."""
+        self.statuses[at] = GetStatus.OK
+        self._begun.discard(at)
+
     def parts(self, plan: Plan, begin: int, end: int, *, gap_first: bool) -> list[memoryview]:
         """Where the bytes of a step go, in order; until they are believed their content counts for nothing."""
         parts: list[memoryview] = []
@@ -125,8 +135,7 @@ class Scatter:
         good = record.whole_headers(headers, wanted, checksums).tolist()
         for each, is_good in zip(at, good, strict=True):
             if is_good:
-                self.statuses[each] = GetStatus.OK
-                self._begun.discard(each)
+                self.accept(each)
         return sum(good)
 
     def is_accepted(self, at: int) -> bool:

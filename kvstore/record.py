@@ -58,7 +58,14 @@ def _compared() -> npt.NDArray[np.uint64]:
 
 
 _COMPARED = _compared()
+_BEGIN = struct.Struct("<4sHHIQQ32s")
+_STORED = struct.Struct("<BxII8xQ")
+_CRC = struct.Struct("<I")
+_STORED_OFFSET = 150
+_NAME_OFFSET = 92
+_UNMARKED = bytes(MARK_BYTES)
 
+assert _BEGIN.size == 60 and _STORED_OFFSET + _STORED.size == 176
 assert CRC_OFFSET + 4 <= MARK_OFFSET < HEADER_BYTES == LAYOUT.itemsize
 assert LAYOUT["key"].itemsize == limits.KEY_BYTES and LAYOUT["token_digest"].itemsize == limits.TOKEN_DIGEST_BYTES
 
@@ -97,3 +104,22 @@ def whole_headers(data: bytes, wanted: npt.NDArray[np.void], checksums: Sequence
     crc32 = zlib.crc32
     crcs = [crc32(data[at : at + CRC_OFFSET]) for at in range(0, len(data), HEADER_BYTES)]
     return np.asarray(good & (headers["crc"] == np.array(crcs, np.uint32)))
+
+
+def is_whole(
+    header: bytearray,
+    space_id: SpaceId,
+    key: bytes,
+    token_digest: bytes,
+    payload_bytes: int,
+    place: tuple[int, int, int],
+    checksum: int,
+) -> bool:
+    """``whole_headers`` of one header, in a tenth of the time. ``place``: segment, generation and offset."""
+    return (
+        header.startswith(_BEGIN.pack(RECORD_MAGIC, RECORD_VERSION, HEADER_BYTES, *place, key))
+        and header.startswith(space_id + token_digest, _NAME_OFFSET)
+        and _STORED.unpack_from(header, _STORED_OFFSET) == (CODEC_NONE, payload_bytes, payload_bytes, checksum)
+        and header.startswith(_UNMARKED, MARK_OFFSET)
+        and _CRC.unpack_from(header, CRC_OFFSET)[0] == zlib.crc32(memoryview(header)[:CRC_OFFSET])
+    )

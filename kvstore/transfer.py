@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvstore import extents, local, receive, sharing, wire
+from kvstore import extents, local, receive, sharing, single, wire
 from kvstore.errors import DeadlineExceeded, ProtocolError
 from kvstore.extents import ASK, LENT, Rows
 from kvstore.framing import Channel
@@ -32,7 +32,7 @@ def get(hold: Hold, space_id: SpaceId, scatter: Scatter, monotonic: Callable[[],
     try:
         body = scatter.request(space_id)
         if hold.peer is not None:
-            count = _get_local(hold, hold.peer, space_id, body, scatter, monotonic)
+            count = (single.get if len(asked) == 1 else _get_local)(hold, hold.peer, space_id, body, scatter, monotonic)
             if not scatter.asked:
                 return count
             body = scatter.request(space_id)

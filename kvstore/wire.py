@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import xxhash
@@ -77,12 +77,15 @@ class Opcode(IntEnum):
     ERROR = 255
 
 
+_OPCODES = {int(opcode): opcode for opcode in Opcode}
+"""By number: a third of what it takes to call the enumeration."""
+
+
 # --- frames ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The checked header of one frame."""
+class Header(NamedTuple):
+    """The checked header of one frame. (A frozen dataclass takes four times as long to make.)"""
 
     opcode: Opcode
     reply: bool
@@ -119,18 +122,19 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     """Check and take apart 40 bytes. Raises ProtocolError, or VersionMismatch for another protocol version."""
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"a frame header has {HEADER_BYTES} bytes, not {len(data)}")
-    head = bytes(data[: _HEADER.size])
-    magic, version, opcode, flags, request_id, deadline_ms, body_bytes, payload_bytes, body_check = _HEADER.unpack(head)
+    head = bytes(data)
+    magic, version, opcode, flags, request_id, deadline_ms, body_bytes, payload_bytes, body_check = _HEADER.unpack_from(
+        head
+    )
     if magic != MAGIC:
         raise ProtocolError("the peer does not speak the store's protocol (wrong magic): is the address right?")
     if version != VERSION:
         raise VersionMismatch(f"the peer speaks protocol version {version}, this side {VERSION}: upgrade the older one")
-    if _CHECK.unpack(bytes(data[_HEADER.size :]))[0] != _low32(head):
+    if _CHECK.unpack_from(head, _HEADER.size)[0] != _low32(head[: _HEADER.size]):
         raise ProtocolError("a frame header is damaged (check failed)")
-    try:
-        known = Opcode(opcode)
-    except ValueError as error:
-        raise ProtocolError(f"unknown opcode {opcode}") from error
+    known = _OPCODES.get(opcode)
+    if known is None:
+        raise ProtocolError(f"unknown opcode {opcode}")
     if flags & ~FLAG_REPLY:
         raise ProtocolError(f"unknown frame flags {flags:#x}")
     if body_bytes > limits.BODY_BYTES_MAX:

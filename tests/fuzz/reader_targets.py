@@ -7,6 +7,7 @@ one of the block asked for.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from dataclasses import replace
@@ -17,7 +18,7 @@ from kvstore import extents, limits
 from kvstore.daemon.record import RecordDamaged, decode_header, decode_mark, encode_header
 from kvstore.errors import ProtocolError
 from kvstore.extents import ExtentStatus
-from kvstore.record import CRC_OFFSET, HEADER_BYTES, expected_headers, whole_headers
+from kvstore.record import CRC_OFFSET, HEADER_BYTES, expected_headers, is_whole, whole_headers
 from tests.fuzz.disk_targets import GENERATION, NUMBER, a_header
 from tests.fuzz.program import Program
 
@@ -31,9 +32,14 @@ def plan(data: bytes) -> None:
     count = len(rows_bytes) // extents.ROW.itemsize
     body = struct.pack("<IBxxx", count, program.flag()) + rows_bytes[: count * extents.ROW.itemsize]
     try:
-        rows, _ = extents.decode_rows(body, "an answer")
+        rows, option = extents.decode_rows(body, "an answer")
     except ProtocolError:
+        if count == 1:
+            with contextlib.suppress(ProtocolError):
+                assert not extents.decode_row(body, "an answer"), "one row is believed where many are not"
         return
+    if count == 1:
+        assert extents.decode_row(body, "an answer") == (tuple(rows[0].item())[:6], option)
     sizes = [1 + program.number(3) % limits.PAYLOAD_BYTES_MAX for _ in range(count)]
     lent = np.flatnonzero(rows["status"] == ExtentStatus.LENT)
     made = extents.plan(rows, lent, sizes)
@@ -88,6 +94,9 @@ def reader(data: bytes) -> None:
     )
     believed = whole_headers(b"".join(read), wanted, [header.checksum for header in asked]).tolist()
     for head, header, is_believed in zip(read, asked, believed, strict=True):
+        name = (header.space_id, header.key, header.token_digest)
+        place = (NUMBER, GENERATION, offset)
+        assert is_whole(bytearray(head), *name, header.payload_bytes, place, header.checksum) == is_believed
         try:
             found = decode_header(head, segment=NUMBER, generation=GENERATION, offset=offset)
         except RecordDamaged:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import record
 from kvstore.daemon.record import (
     HEADER_BYTES,
     MARK_OFFSET,
@@ -27,6 +30,9 @@ from kvstore.daemon.record import (
 )
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.limits import PAYLOAD_BYTES_MAX
+from kvstore.record import CRC_OFFSET
+
+PLACE = np.dtype([("segment", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
 
 keys = st.binary(min_size=32, max_size=32)
 u32 = st.integers(0, 2**32 - 1)
@@ -102,6 +108,43 @@ def test_every_bit_of_a_header_is_checked() -> None:
         spoiled = bytearray(data)
         spoiled[bit // 8] ^= 1 << bit % 8
         assert decode_mark(spoiled) == Mark(MarkReason.DAMAGED, 0)
+
+
+def test_every_bit_of_a_header_counts_for_a_reader() -> None:
+    """Of one record or of many: one flipped bit, or any other name, length, place or checksum, and nothing is
+    believed."""
+    header = a_header()
+    data = encode_header(header)
+    place = np.array([(header.segment, header.generation, header.offset)], PLACE)
+
+    def is_believed(data: bytes, header: RecordHeader = header, at: np.void = place[0]) -> bool:
+        names = header.space_id, header.key, header.token_digest
+        lengths = np.array([header.payload_bytes], np.int64)
+        wanted = record.expected_headers(*names, lengths, np.array([at], PLACE))
+        many = record.whole_headers(data, wanted, [header.checksum]).tolist()
+        where = (int(at["segment"]), int(at["generation"]), int(at["offset"]))
+        one = record.is_whole(bytearray(data), *names, header.payload_bytes, where, header.checksum)
+        assert [one] == many
+        return one
+
+    assert is_believed(data)
+    for bit in range(8 * HEADER_BYTES):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        covered = bit // 8 < CRC_OFFSET + 4 or MARK_OFFSET <= bit // 8 < MARK_OFFSET + record.MARK_BYTES
+        assert is_believed(bytes(changed)) is not covered
+    for other in (
+        {"key": BlockKey(bytes(32))},
+        {"space_id": SpaceId(bytes(32))},
+        {"token_digest": TokenDigest(bytes(16))},
+        {"payload_bytes": 6},
+        {"checksum": header.checksum ^ 1},
+    ):
+        assert not is_believed(data, replace(header, **other))
+    for field in PLACE.names or ():
+        elsewhere = place.copy()
+        elsewhere[field] += np.uint8(1)
+        assert not is_believed(data, at=elsewhere[0])
 
 
 def test_a_dead_record_never_comes_back_by_one_bit() -> None:
