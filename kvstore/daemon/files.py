@@ -53,8 +53,8 @@ class Files:
         return bytes(buffer[: self.read_into(fd, [buffer], offset)])
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Write the buffers one after another at ``offset``; returns the bytes written: all of them."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        """Write the buffers (of bytes) one after another at ``offset``; returns the bytes written: all of them."""
+        views = [buffer if isinstance(buffer, memoryview) else memoryview(buffer) for buffer in buffers if len(buffer)]
         left_bytes = sum(map(len, views))
         done = 0
         while left_bytes:

@@ -78,6 +78,7 @@ _BLOCK, _TOMBSTONE, _EXTENT, _META = b"b", b"t", b"s", b"m"
 _COUNT_KEY = _META + b"count"
 _COUNT = struct.Struct("<QI")
 _EXTENT_VALUE = struct.Struct("<QQ")
+_FINGERPRINT = struct.Struct(">Q")
 _TOMBSTONE_VALUE = struct.Struct("<BQ")
 _JOIN_S_MAX = 30.0
 PAGE_AT_START = 65_536
@@ -526,11 +527,11 @@ def _encoded(batch: IndexBatch) -> tuple[Any, int]:
     for segment, extent in batch.extents.items():
         rocks.add(_EXTENT + struct.pack(">I", segment), _EXTENT_VALUE.pack(extent.generation, extent.end))
     for fingerprint, tombstone in batch.tombstones.items():
+        key = _TOMBSTONE + _FINGERPRINT.pack(fingerprint)
         if tombstone is None:
-            rocks.delete(_TOMBSTONE + struct.pack(">Q", fingerprint))
+            rocks.delete(key)
         else:
-            value = _TOMBSTONE_VALUE.pack(tombstone.reason, tombstone.when_s)
-            rocks.add(_TOMBSTONE + struct.pack(">Q", fingerprint), value)
+            rocks.add(key, _TOMBSTONE_VALUE.pack(tombstone.reason, tombstone.when_s))
     rocks.add(_COUNT_KEY, _COUNT.pack(batch.blocks, INDEX_VERSION))
     others = len(batch.removed) + len(batch.extents) + len(batch.tombstones) + 1
     return rocks, len(data) + 64 * others

@@ -323,8 +323,9 @@ class Ledger:
                 fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
                 self.presence.remove(slots)
                 forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
+                made = [Tombstone(reason, when_s) for reason in range(int(reasons.max(initial=0)) + 1)]
                 tombstones: dict[int, Tombstone | None] = {
-                    fingerprint: Tombstone(reason, when_s)
+                    fingerprint: made[reason]
                     for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
                 }
                 tombstones |= dict.fromkeys(forgotten.tolist())

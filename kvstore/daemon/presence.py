@@ -325,12 +325,8 @@ class PresenceMap:
         self.places[slots] = place_words(rows)
         self._units[slots] = (rows["stored_bytes"].astype(np.int64) + HEADER_BYTES + RECORD_ALIGN - 1) // RECORD_ALIGN
         self._shape[slots] = self.shapes.add(rows)
-        times = np.where(rows["touch_class"] != 0, rows["touch_s"].astype(np.int64), -1)
-        latest = times.argmax(axis=1)
-        at = np.arange(len(rows))
-        self._class[slots] = rows["touch_class"][at, latest]
-        self._touch_s[slots] = rows["touch_s"][at, latest]
-        for position in np.flatnonzero((rows["touch_class"] != 0).sum(axis=1) > 1).tolist():
+        self._class[slots], self._touch_s[slots] = rows["touch_class"][:, 0], rows["touch_s"][:, 0]
+        for position in np.flatnonzero(rows["touch_class"][:, 1:].any(axis=1)).tolist():
             pairs = zip(rows["touch_class"][position].tolist(), rows["touch_s"][position].tolist(), strict=True)
             self._set_touches(int(slots[position]), latest_first(pair for pair in pairs if pair[0]))
         self._hold(slots)

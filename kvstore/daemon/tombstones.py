@@ -90,7 +90,7 @@ class Tombstones:
 
     def forget(self, fingerprints: Words) -> Words:
         """Their blocks are back; returns those that were remembered."""
-        if not len(self._table):
+        if not len(self._table) or not len(fingerprints):
             return np.zeros(0, dtype=np.uint64)
         slots = self._table.find(fingerprints)
         self._drop(slots[slots >= 0])
