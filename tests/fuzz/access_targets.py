@@ -1,20 +1,33 @@
-"""Fuzzing targets of who may speak to a daemon: the tokens file, and HELLO before a daemon that asks for a token."""
+"""Fuzzing targets of who may speak to a daemon: the tokens file, HELLO before a daemon that asks for a token, and a
+tenant that asks for another's blocks."""
 
 from __future__ import annotations
+
+import contextlib
+import hashlib
 
 from kvstore import limits, wire
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.request import SCRATCH_BYTES, Connection
-from kvstore.daemon.rights import OPCODES, Role
+from kvstore.daemon.rights import OPCODES, Role, grant_of
 from kvstore.daemon.session import Session
-from kvstore.daemon.tokens import Tokens, decode_tokens
+from kvstore.daemon.tokens import Token, Tokens, decode_tokens
 from kvstore.errors import ProtocolError, StoreError
 from kvstore.framing import Channel
-from kvstore.keys import KEY_ALGORITHM
+from kvstore.keys import KEY_ALGORITHM, space_id, tenant_salt
+from kvstore.store import BlockPut
 from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
-from tests.fuzz.wire_targets import METRICS, Wire
+from kvstore.traffic import TrafficClass
+from tests.fuzz.wire_targets import CHAIN, METRICS, SPACE, Wire, conversation_seeds, frames_of
+from tests.support.spaces import a_chain, a_space
 
 TOKEN = "sixteen letters!"
+SECRET = b"another's"
+OWN = a_space(tenant_salt=tenant_salt("acme"))
+_TENANT = Tokens([Token(hashlib.sha256(TOKEN.encode()).digest(), grant_of(["tenant:acme"]))])
+_TENANT_HELLO = wire.encode_frame(
+    wire.Opcode.HELLO, 1, wire.encode_hello(wire.Hello(wire.VERSION, KEY_ALGORITHM, TOKEN.encode(), ""))
+)
 _SESSION = Session(
     MemoryStore(ManualClock(), TEST_RULES), Admission(), METRICS, "node", Tokens.open(TOKEN, None), lambda: 0.0
 )
@@ -43,6 +56,35 @@ def tokens_seeds() -> list[bytes]:
         f'token_sha256 = "{digest}"\nroles = ["reader"]',
     ]
     return [f"[[tokens]]\n{row}\n".encode() for row in rows] + [b"tokens = [[1]]", b"[tokens]\nroles = []"]
+
+
+def trespass(data: bytes) -> None:
+    """Frames of a tenant, to a daemon that keeps another's blocks: none of their bytes reaches it, none is changed."""
+    store = MemoryStore(ManualClock(), capacity_bytes=limits.MIB, state_pool_bytes=64 * limits.KIB)
+    for space, payload in ((a_space(), SECRET), (OWN, b"8 bytes!")):
+        chain = a_chain(store.register_space(space), 3)
+        store.put(chain.space_id, [BlockPut(name, 4, payload) for name in chain.names], traffic_class=TrafficClass(1))
+        store.put_state(chain.space_id, chain.state_name(5), payload)
+    before = store.scan(SPACE)[0]
+    peer = Wire(_TENANT_HELLO + frames_of(data))
+    peer.read = []
+    session = Session(store, Admission(), METRICS, "node", _TENANT, lambda: 0.0)
+    connection = Connection(Channel(peer, lambda: 0.0), 30.0)  # type: ignore[arg-type]
+    assert session.greet(connection)
+    with contextlib.suppress(StoreError):
+        while session.step(connection, 10.0, 10.0):
+            pass
+    connection.close()
+    assert SECRET not in b"".join(peer.read)
+    assert store.scan(SPACE)[0] == before
+    assert len(store.lookup(SPACE, CHAIN.names, states=True).states) == 1
+    assert not METRICS.registry.get_sample_value("reprise_store_errors_total", {"error": "InternalError"})
+
+
+def trespass_seeds() -> list[bytes]:
+    """What is asked of another's space, and the same of the tenant's own."""
+    foreign = conversation_seeds()
+    return foreign + [data.replace(SPACE, space_id(OWN)) for data in foreign if SPACE in data]
 
 
 def greeting(data: bytes) -> None:

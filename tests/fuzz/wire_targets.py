@@ -227,6 +227,8 @@ class Wire:
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         self.allocated_max = 0
+        self.read: list[bytes] | None = None
+        """What it read, where somebody wants to know."""
 
     def recv_into(self, view: memoryview, count: int = 0, flags: int = 0) -> int:
         self.allocated_max = max(self.allocated_max, len(view))
@@ -240,6 +242,8 @@ class Wire:
         return part, [], 0, None
 
     def sendmsg(self, buffers: list[memoryview], ancillary: object = (), flags: int = 0) -> int:
+        if self.read is not None:
+            self.read += map(bytes, buffers)
         return sum(len(buffer) for buffer in buffers)
 
     def setsockopt(self, *_: object) -> None:
@@ -258,12 +262,10 @@ OPCODES = [opcode for opcode in wire.Opcode if opcode is not wire.Opcode.HELLO]
 _HELLO = wire.encode_frame(wire.Opcode.HELLO, 1, wire.encode_hello(wire.Hello(wire.VERSION, KEY_ALGORITHM, b"", "")))
 
 
-def conversation(data: bytes) -> None:
-    """Frames of a client to a daemon's session. Each is either whole (header and checks are made right) or raw bytes;
-    the session answers or parts, without a fault of its own, and never makes room for more than a bound.
-    """
+def frames_of(data: bytes) -> bytes:
+    """What a client sends after HELLO: frames that are whole (header and checks are made right), or raw bytes."""
     program = Program(data)
-    sent = [_HELLO]
+    sent = []
     for _ in range(8):
         if program.ended:
             break
@@ -275,7 +277,14 @@ def conversation(data: bytes) -> None:
         payload = program.take(program.below(64))
         body = program.take(program.below(2048))
         sent.append(wire.encode_frame(opcode, 7, body, payload_bytes=len(payload), deadline_ms=1000) + payload)
-    peer = Wire(b"".join(sent))
+    return b"".join(sent)
+
+
+def conversation(data: bytes) -> None:
+    """Frames of a client to a daemon's session: it answers or parts, without a fault of its own, and never makes room
+    for more than a bound.
+    """
+    peer = Wire(_HELLO + frames_of(data))
     now_s = [0.0]
     session = Session(_a_store(), Admission(), METRICS, "node", Tokens(), lambda: now_s[0])
     connection = Connection(Channel(peer, lambda: now_s[0]), 30.0)  # type: ignore[arg-type]
