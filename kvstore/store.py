@@ -104,7 +104,8 @@ class Lookup:
     """Answer of one lookup. Arrays have one element a key, in the order asked.
 
     ``complete`` is False when the deadline passed before every node had answered (their keys are UNREACHABLE).
-    ``load_s_estimate``: time a get of the present prefix would take, by the nodes' own recent averages; 0 if unknown.
+    ``load_s_estimate``: time until a get of the present prefix would be answered, behind the gets that are under way
+    and at the speed of recent ones; 0 if that is unknown.
     """
 
     presence: npt.NDArray[np.uint8]

@@ -70,6 +70,8 @@ class Fetched:
     store_failed: bool = False
     failed_loads: int = 0
     load_s: float = 0.0
+    declined_slow: bool = False
+    """A hit was not loaded, since computing it was estimated to be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class _Attempt:
         self._failed_loads = 0
         self._store_failed = False
         self._deadline_passed = False
+        self._declined_slow = False
 
     def begin(self, lookup: Lookup) -> None:
         """Take the lookup's word, but for payloads of another size than this worker's layout has."""
@@ -184,7 +187,9 @@ class _Attempt:
         until_s = monotonic_s() + self._settings.load_deadline_s
         for _ in range(ROUNDS_MAX):
             plan = make_plan(len(self._chain), self._lookup, self._states, self._settings.reach, self._fidelity)
-            plan = self._named(decline(plan, self._lookup))
+            chosen = decline(plan, self._lookup)
+            self._declined_slow = chosen is not plan
+            plan = self._named(chosen)
             left_s = until_s - monotonic_s()
             if self._have(plan) or (left_s > 0 and self._load(plan, left_s)):
                 return self._result(plan)
@@ -266,6 +271,7 @@ class _Attempt:
             first_miss=self._first_miss(plan),
             store_failed=self._store_failed,
             failed_loads=self._failed_loads,
+            declined_slow=self._declined_slow,
         )
 
     def _first_miss(self, plan: Plan) -> FirstMiss | None:

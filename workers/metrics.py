@@ -39,6 +39,11 @@ class WorkerMetrics:
             "reprise_worker_plans", "How prefixes came to be.", ["role", "way", "exact", "reason"], registry=registry
         )
         self._failed_loads = Counter("reprise_worker_failed_loads", "Loads that became misses.", registry=registry)
+        self._declined_slow = Counter(
+            "reprise_worker_declined_slow",
+            "Hits that were computed, since loading them was estimated to be slower.",
+            registry=registry,
+        )
         self._seconds = {
             name: Histogram(f"reprise_worker_{name}_seconds", help_text, ["role"], buckets=_SECONDS, registry=registry)
             for name, help_text in (
@@ -54,6 +59,8 @@ class WorkerMetrics:
         self._requests.labels(role, outcome).inc()
         if sequence.fetched is not None and sequence.fetched.failed_loads:
             self._failed_loads.inc(sequence.fetched.failed_loads)
+        if sequence.fetched is not None and sequence.fetched.declined_slow:
+            self._declined_slow.inc()
         reuse = sequence.reuse
         if reuse is None or outcome != "finished":
             return

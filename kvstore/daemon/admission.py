@@ -1,10 +1,10 @@
-"""How much payload a node holds in memory at once, who is next, the reused buffers of puts, and the speed of gets.
+"""How much payload a node holds in memory at once, who is next, and the reused buffers of puts.
 
-Owns the budget of bytes in flight and the estimate of load times. Does not know frames or blocks. Invariants: the
-bytes lent never exceed the budget; while several wait, what comes back goes to the tenant that holds least, then to its
-connection that holds least, so that nobody's share is taken and an unused share is usable; whoever finds none left
-within its wait is refused with ``Overloaded``; a buffer is touched once and reused, since first touch of fresh memory
-runs at a quarter of the speed of a copy.
+Owns the budget of bytes in flight. Does not know frames or blocks. Invariants: the bytes lent never exceed the budget;
+while several wait, what comes back goes to the tenant that holds least, then to its connection that holds least, so
+that nobody's share is taken and an unused share is usable; whoever finds none left within its wait is refused with
+``Overloaded``; a buffer is touched once and reused, since first touch of fresh memory runs at a quarter of the speed of
+a copy.
 """
 
 from __future__ import annotations
@@ -28,36 +28,11 @@ READ_SHARE = 0.5
 """Of the budget, what reads may hold and still go before waiting puts; beyond it they queue like everybody."""
 HOLD_DECAY = 0.9
 """Weight of what was known before, at each loan that ends: about the last ten count."""
-LOAD_SAMPLE_BYTES_MIN = 256 * limits.KIB
-LOAD_DECAY = 0.9
-"""Weight of what was known before, at each new sample: about the last ten gets count."""
 IDLE_BUFFERS_MAX = 8
 """Buffers kept for reuse; beyond them memory goes back to the system."""
 
 
 _Name = TypeVar("_Name")
-
-
-class LoadRate:
-    """Recent speed of answering gets: bytes over seconds, in which what is old weighs less and less. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._bytes = 0.0
-        self._seconds = 0.0
-        self._lock = threading.Lock()
-
-    def add(self, count: int, seconds: float) -> None:
-        """One answered get. Small ones tell of latency rather than speed, and are left out."""
-        if count < LOAD_SAMPLE_BYTES_MIN:
-            return
-        with self._lock:
-            self._bytes = LOAD_DECAY * self._bytes + count
-            self._seconds = LOAD_DECAY * self._seconds + max(seconds, 1e-6)
-
-    def estimate_s(self, count: int) -> float:
-        """Time that so many bytes would take; 0 while nothing is known."""
-        with self._lock:
-            return count * self._seconds / self._bytes if self._bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore import limits
 from kvstore.daemon.ledger import Taken
+from kvstore.daemon.load import Answering
 from kvstore.daemon.record import HEADER_BYTES
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
@@ -56,6 +57,8 @@ class Loan:
         self.payload_bytes = np.zeros(count, np.uint32)
         self.codecs = np.zeros(count, np.uint8)
         self.files: list[Life] = []
+        self.answering: Answering | None = None
+        """Of a loan that its reader ends as soon as it has read."""
         self._owed: list[tuple[Lender, Taken]] = []
         self._lock = threading.Lock()
 
@@ -93,6 +96,8 @@ class Loan:
             owed, self._owed = self._owed, []
         for lender, taken in owed:
             lender.give_back(taken)
+        if self.answering is not None:
+            self.answering.drop()
         return bool(owed)
 
     def __enter__(self) -> Loan:
@@ -195,6 +200,10 @@ class Neighbour:
 
     def release(self) -> None:
         """The peer has read what was lent."""
+        with self._lock:
+            read = self._loan
+        if read is not None and read.answering is not None:
+            read.answering.done()
         self._replace(None, 0.0)
 
     def expire(self, now_s: float) -> bool:

@@ -24,7 +24,7 @@ COUNTERS = frozenset(
         *("hits", "misses", "puts", "touches", "replaced", "refused", "altered", "evicted", "expired", "purged"),
         *("shed_low_space", "declined", "written_total_bytes"),
         *("corrupt", "quarantined", "bytes_written", "bytes_read", "extents_read", "write_errors", "read_errors"),
-        *("blocks_rewritten", "segments_recycled", "read_us", "timed_bytes", "index_errors", "index_compactions"),
+        *("blocks_rewritten", "segments_recycled", "index_errors", "index_compactions"),
         *("scrub_bytes", "scrub_damaged", "scrub_quarantined", "scrub_gave_way", "clock_jumps"),
         *("state_hits", "state_misses", "states_evicted", "states_refused", "states_corrupt"),
     )

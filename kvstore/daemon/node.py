@@ -31,6 +31,7 @@ from kvstore.daemon.files import Files
 from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, lend
+from kvstore.daemon.load import LoadRate
 from kvstore.daemon.opening import NodeConfig as NodeConfig
 from kvstore.daemon.opening import open_directories, pin_ends
 from kvstore.daemon.presence import digest_words, key_words
@@ -92,6 +93,7 @@ class Node:
         self._catalog = catalog
         self._states = states
         self._lanes = Lanes(self._shards)
+        self._load_rate = LoadRate()
         self._catalog_lock = threading.Lock()
         self._closed = threading.Event()
         self._sweeper = Sweeper(lambda: self.sweep(apply=True), self._clock_watch, config.sweep_interval_s)
@@ -174,7 +176,7 @@ class Node:
             found = self._states.under(space_id, {**parents, bytes(space_id): -1})
         answer = Lookup(presence, flags, sizes, found)
         prefix = answer.prefix_blocks()
-        return replace(answer, load_s_estimate=self._load_s(int(sizes[:prefix].sum(dtype=np.int64))))
+        return replace(answer, load_s_estimate=self._load_rate.estimate_s(int(sizes[:prefix].sum(dtype=np.int64))))
 
     def get_into(
         self,
@@ -199,7 +201,12 @@ class Node:
                 statuses[at] = shard.read_into(space_id, names[at], view, self._clock.now_s())
 
         homes = _grouped(map(self._home, names)) if len(self._shards) > 1 else {self._shards[0]: range(len(names))}
-        for failure in self._lanes.run({shard: partial(read, shard, part) for shard, part in homes.items()}).values():
+        with self._load_rate.begin(sum(memoryview(buffer).nbytes for buffer in buffers)) as answering:
+            done = self._lanes.run({shard: partial(read, shard, part) for shard, part in homes.items()})
+            answering.done(
+                sum(memoryview(buffers[at]).nbytes for at, status in enumerate(statuses) if status is GetStatus.OK)
+            )
+        for failure in done.values():
             if failure is not None:
                 raise failure
         return statuses
@@ -526,11 +533,6 @@ class Node:
             if shard.has(name.key):
                 return shard
         return max(self._shards, key=lambda shard: xxhash.xxh3_64_intdigest(shard.volume.volume_id + name.route))
-
-    def _load_s(self, payload_bytes: int) -> float:
-        """Time to read that much, by what reads took lately; 0 while nothing has been read."""
-        done_bytes, done_us = (sum(part) for part in zip(*(shard.read_rate() for shard in self._shards), strict=True))
-        return payload_bytes * done_us / 1e6 / done_bytes if done_bytes else 0.0
 
     def _delete(self, space_id: SpaceId, keys: list[BlockKey] | None, deadline_s: float) -> int:
         end_s = time.monotonic() + deadline_s

@@ -15,8 +15,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kvstore import extents, wire
-from kvstore.daemon.admission import Admission, LoadRate, Party
+from kvstore.daemon.admission import Admission, Party
 from kvstore.daemon.lending import Loan
+from kvstore.daemon.load import LoadRate
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.record import RecordHeader, encode_header
 from kvstore.daemon.request import Request, neighbour_of
@@ -93,15 +94,15 @@ class Outgoing:
     def get(self, request: Request) -> None:
         asked = wire.decode_get(request.body)
         with ExitStack() as held:
+            answering = held.enter_context(self._load_rate.begin(sum(asked.wanted_bytes)))
             loan = held.enter_context(self._loan(asked))
             made = self._make(held, asked, loan, request.connection.party)
             lent = np.flatnonzero(loan.rows["status"] == LENT)
             plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
-            began_s = self._monotonic()
             request.answer(extents.encode_rows(loan.rows), plan.total_bytes, more=bool(plan.order))
             _send(request, plan, loan, made)
-        payload_bytes = sum(plan.sizes)
-        self._load_rate.add(payload_bytes, self._monotonic() - began_s)
+            payload_bytes = sum(plan.sizes)
+            answering.done(payload_bytes)
         self._metrics.payload_out.inc(payload_bytes)
 
     def _loan(self, asked: wire.GetRequest) -> Loan:
@@ -154,6 +155,7 @@ class Outgoing:
         asked = wire.decode_get(request.body)
         loan = self._files.lend(asked.space_id, asked.names)
         loan.refuse_other_sizes(np.array(asked.wanted_bytes, np.uint32))
+        loan.answering = self._load_rate.begin(int(loan.payload_bytes[loan.rows["status"] == LENT].sum(dtype=np.int64)))
         rows, anew, fds = neighbour.lend(loan, self._monotonic() + self._lease_s)
         try:
             request.answer(extents.encode_rows(rows, option=anew), len(fds))

@@ -18,10 +18,11 @@ import numpy as np
 import xxhash
 
 from kvstore import control, limits, sharing, wire
-from kvstore.daemon.admission import Admission, LoadRate
+from kvstore.daemon.admission import Admission
 from kvstore.daemon.gate import Gate
 from kvstore.daemon.incoming import ADMISSION_WAIT_S_MAX, CheckedPuts, IncomingPuts
 from kvstore.daemon.lending import Neighbour
+from kvstore.daemon.load import LoadRate
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.outgoing import Outgoing, PayloadBackend
 from kvstore.daemon.request import SCRATCH_BYTES, Connection, Request
@@ -71,7 +72,7 @@ class Session:
         self._lease_s = lease_s
         self._backend = backend
         self._admission = admission
-        self._load_rate = LoadRate()
+        self._load_rate = LoadRate(monotonic)
         self._metrics = metrics
         self._name = name
         self._gate = Gate(tokens, backend, monotonic)

@@ -220,7 +220,6 @@ class Shard:
             if place.payload_bytes != len(buffer):
                 counters.misses += 1
                 return GetStatus.WRONG_SIZE
-            begin_s = time.perf_counter()
             try:
                 self._read(space_id, name, place, buffer)
             except (RecordDamaged, OSError) as error:
@@ -232,8 +231,6 @@ class Shard:
                 return self._failed_read(place, error, now_s)
             counters.hits += 1
             counters.bytes_read += place.payload_bytes
-            counters.timed_bytes += place.payload_bytes
-            counters.read_us += int((time.perf_counter() - begin_s) * 1e6)
             return GetStatus.OK
 
     def open_payload(self, space_id: SpaceId, name: BlockName, now_s: float) -> PayloadLease | None:
@@ -411,10 +408,6 @@ class Shard:
         with self._writer, self._ledger.changing():
             self._rules = rules
             self._ledger.presence.set_rules(keep_for_table(rules))
-
-    def read_rate(self) -> tuple[int, int]:
-        """Bytes and microseconds of the reads so far."""
-        return self._ledger.counters.timed_bytes, self._ledger.counters.read_us
 
     def sweep(self, now_s: int, *, apply: bool) -> Swept:
         """Drop what expired, segment by segment, letting writers in between; or say what would be dropped."""

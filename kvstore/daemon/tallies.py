@@ -32,9 +32,6 @@ class Counters:
     bytes_read: int = 0
     extents_read: int = 0
     """Runs of records that lie together, of the blocks of each get: ``hits`` over this is the mean length."""
-    read_us: int = 0
-    timed_bytes: int = 0
-    """Bytes that took ``read_us``."""
     puts: int = 0
     touches: int = 0
     replaced: int = 0

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvstore.daemon.admission import RETRY_AFTER_S, Admission, LoadRate, Party
+from kvstore.daemon.admission import RETRY_AFTER_S, Admission, Party
 from kvstore.errors import Overloaded
 
 
@@ -47,19 +47,6 @@ def test_what_does_not_fit_is_refused_with_a_time_to_retry() -> None:
         assert admission.refused == 1
     with admission.buffer(10, 0.0):
         pass
-
-
-def test_load_times_follow_recent_speed() -> None:
-    """Nothing known is 0; then proportional to the bytes; a change of speed shows after a few gets."""
-    rate = LoadRate()
-    assert rate.estimate_s(2**30) == 0.0
-    rate.add(1000, 5.0)
-    assert rate.estimate_s(2**30) == 0.0
-    rate.add(2**20, 0.001)
-    assert rate.estimate_s(2**30) == pytest.approx(1.024)
-    for _ in range(40):
-        rate.add(2**20, 0.1)
-    assert rate.estimate_s(2**20) == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_waiting_borrower_gets_what_comes_back() -> None:
