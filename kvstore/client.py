@@ -36,6 +36,16 @@ from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, encode_
 from kvstore.link import Call, NodeLink, Talk, new_hello
 from kvstore.patience import Patience
 from kvstore.placement import Placement
+from kvstore.purges import (
+    ByNode,
+    Leftovers,
+    PurgeOrder,
+    PurgeReport,
+    leftovers_from_json,
+    order_from_json,
+    order_to_json,
+    report_from_json,
+)
 from kvstore.store import (
     AckLevel,
     BlockInfo,
@@ -392,6 +402,50 @@ class StoreClient:
 
     def delete_space(self, space_id: SpaceId, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
         return _total(self._fleet.control_every("delete_space", {"space_id": space_id.hex()}, deadline_s))
+
+    def purge(self, order: PurgeOrder, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> ByNode[PurgeReport]:
+        answers, failures = self._fleet.control_all("purge", {"order": order_to_json(order)}, deadline_s)
+        return self._by_node("purge report", report_from_json, answers, failures)
+
+    def purges(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[tuple[PurgeOrder, PurgeReport]]:
+        """Of every node that answers, each node's own report."""
+        answers, failures = self._fleet.control_all("purges", {}, deadline_s)
+        if not answers:
+            raise first(failures)
+        rows = [row for node in sorted(answers) for row in answers[node]]
+        return control.reading(
+            "purges", lambda: [(order_from_json(order), report_from_json(report)) for order, report in rows]
+        )
+
+    def leftovers(
+        self, order: PurgeOrder, until_s: Mapping[str, int], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+    ) -> ByNode[Leftovers]:
+        ends_s = self._fleet.ends_s(deadline_s)
+        answers: dict[int, Any] = {}
+        failures: dict[int, StoreError] = {}
+
+        def ask(node: int) -> None:
+            args = {"order": order_to_json(order), "until_s": until_s.get(self._fleet.name(node), order.until_s)}
+            try:
+                answers[node] = self._fleet.control(node, "leftovers", args, ends_s)
+            except (Unavailable, DeadlineExceeded) as error:
+                failures[node] = error
+
+        others = self._fleet.run([job(ask, node) for node in range(len(self._fleet.links))], ends_s)
+        raise_loud(others)
+        return self._by_node("leftovers", leftovers_from_json, answers, failures)
+
+    def _by_node(
+        self,
+        what: str,
+        read: Callable[[Mapping[str, Any]], T],
+        answers: Mapping[int, Any],
+        failures: Mapping[int, StoreError],
+    ) -> ByNode[T]:
+        read_answers = control.reading(
+            what, lambda: {self._fleet.name(node): read(answers[node]) for node in sorted(answers)}
+        )
+        return ByNode(read_answers, {self._fleet.name(node): str(error) for node, error in failures.items()})
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
         ends_s = self._fleet.ends_s(deadline_s)

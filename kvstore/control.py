@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from kvstore import limits
 from kvstore.errors import ProtocolError
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space, encode_space
+from kvstore.purges import leftovers_to_json, order_from_json, order_to_json, report_to_json
 from kvstore.store import BlockInfo, ClassEffect, Effect, Pin, Policy, Presence, Sighting, Store
 from kvstore.traffic import ClassRules
 
@@ -32,6 +33,9 @@ REPEATABLE = frozenset(
         "pins",
         "policy",
         "policy_history",
+        "purge",
+        "purges",
+        "leftovers",
         "sight",
         "stats",
         "report_corrupt",
@@ -165,6 +169,20 @@ def _sweep(store: ControlledStore, args: Json, deadline_s: float) -> object:
     return effect_to_json(store.sweep(apply=apply, deadline_s=deadline_s))
 
 
+def _purge(store: ControlledStore, args: Json, deadline_s: float) -> object:
+    order = reading("a purge order", lambda: order_from_json(args["order"]))
+    return report_to_json(store.purge(order, deadline_s=deadline_s).answers[""])
+
+
+def _purges(store: ControlledStore, args: Json, deadline_s: float) -> object:
+    return [[order_to_json(order), report_to_json(report)] for order, report in store.purges(deadline_s=deadline_s)]
+
+
+def _leftovers(store: ControlledStore, args: Json, deadline_s: float) -> object:
+    order, until_s = reading("leftovers", lambda: (order_from_json(args["order"]), whole(args["until_s"])))
+    return leftovers_to_json(store.leftovers(order, {"": until_s}, deadline_s=deadline_s).answers[""])
+
+
 def _sight(store: ControlledStore, args: Json, deadline_s: float) -> object:
     space_id, names = reading(
         "sight", lambda: (space_id_of(args["space_id"]), [name_from_json(row) for row in args["names"]])
@@ -185,6 +203,9 @@ def _report_corrupt(store: ControlledStore, args: Json, deadline_s: float) -> ob
 
 _HANDLERS: Mapping[str, Callable[[ControlledStore, Json, float], object]] = {
     "register_space": _register_space,
+    "purge": _purge,
+    "purges": _purges,
+    "leftovers": _leftovers,
     "scan": _scan,
     "spaces": _spaces,
     "delete": _delete,

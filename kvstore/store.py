@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName
+from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport
 from kvstore.traffic import ClassRules, TrafficClass
 
 Buffer = bytes | bytearray | memoryview
@@ -295,6 +296,19 @@ class Store(Protocol):
 
     def delete_space(self, space_id: SpaceId, *, deadline_s: float = ...) -> int:
         """Purge every block and state of a space. Returns the number of blocks."""
+
+    def purge(self, order: PurgeOrder, *, deadline_s: float = ...) -> ByNode[PurgeReport]:
+        """Purge what an order names so that no byte of it is left on disk, once. A node that was told carries it out,
+        also when its answer did not come in time, or after a restart.
+        """
+
+    def purges(self, *, deadline_s: float = ...) -> list[tuple[PurgeOrder, PurgeReport]]:
+        """The orders that are remembered, and what was done about each, the latest last."""
+
+    def leftovers(self, order: PurgeOrder, until_s: Mapping[str, int], *, deadline_s: float = ...) -> ByNode[Leftovers]:
+        """What a raw scan of the segments finds of an order now. ``until_s``: by node, what was written then or before
+        (a node that it does not name: at the order's time).
+        """
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = ...) -> int:
         """Pin stored blocks; returns how many were present and are now pinned."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import xxhash
 from kvstore import limits, wire
 from kvstore.errors import Overloaded, PolicyConflict, SpaceUnknown
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName, TokenDigest, space_id
+from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport, digest_of_keys
 from kvstore.store import (
     FLAG_APPROXIMATE,
     BlockInfo,
@@ -152,6 +153,7 @@ class MemoryStore:
         self._payload_bytes = 0
         self._states: OrderedDict[StateKey, _State] = OrderedDict()
         self._pins: dict[BlockKey, Pin] = {}
+        self._purges: dict[str, tuple[PurgeOrder, PurgeReport]] = {}
         self._tombstones: OrderedDict[BlockKey, tuple[Presence, int]] = OrderedDict()
         self._counts: dict[str, int] = dict.fromkeys(
             ("hits", "misses", "puts", "touches", "corrupt", "quarantined", "evicted", "expired", "refused", "purged"),
@@ -412,6 +414,53 @@ class MemoryStore:
             for state_key in [key for key, state in self._states.items() if state.space_id == space_id]:
                 del self._states[state_key]
             return self.delete(space_id, [key for key, block in self._blocks.items() if block.space_id == space_id])
+
+    def purge(self, order: PurgeOrder, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> ByNode[PurgeReport]:
+        with self._lock:
+            if order.purge_id not in self._purges:
+                now_s = int(self._clock.now_s())
+                keys = [
+                    key
+                    for key, block in self._blocks.items()
+                    if block.space_id in order.spaces and (order.keys is None or key in order.keys)
+                ]
+                for space in order.spaces:
+                    if order.keys is None:
+                        self.delete_space(space)
+                        self._spaces.pop(space, None)
+                    else:
+                        self.delete(space, order.keys)
+                report = PurgeReport(
+                    order.purge_id,
+                    len(keys),
+                    len(keys),
+                    0,
+                    0,
+                    digest_of_keys(keys),
+                    self._policy.version,
+                    order.overwrite,
+                    now_s,
+                    max(1, now_s),
+                )
+                self._purges[order.purge_id] = (order, report)
+            return ByNode({"": self._purges[order.purge_id][1]})
+
+    def purges(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[tuple[PurgeOrder, PurgeReport]]:
+        with self._lock:
+            return list(self._purges.values())
+
+    def leftovers(
+        self, order: PurgeOrder, until_s: Mapping[str, int], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+    ) -> ByNode[Leftovers]:
+        with self._lock:
+            end_s = until_s.get("", order.until_s)
+            living = sum(
+                block.space_id in order.spaces
+                and (order.keys is None or key in order.keys)
+                and block.written_s <= end_s
+                for key, block in self._blocks.items()
+            )
+            return ByNode({"": Leftovers(living=living)})
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
         if any(not 0 <= item.until_s <= limits.PIN_UNTIL_S_MAX for item in pins):

@@ -19,22 +19,28 @@ from kvstore.daemon.record import checksum_of
 from kvstore.errors import Overloaded, VolumeError, VolumeFormat
 from kvstore.keys import BlockKey, Space, SpaceId, decode_space, encode_space, space_id
 from kvstore.limits import KIB, SPACES_MAX
+from kvstore.purges import PurgeOrder, PurgeReport, order_from_json, order_to_json, report_from_json, report_to_json
 from kvstore.store import Pin, Policy
 
 CATALOG_VERSION = 1
 HISTORY_MAX = 100
 """Earlier policies that are remembered, as far as HISTORY_BYTES_MAX (and their share of the catalog) lets them."""
 HISTORY_BYTES_MAX = 256 * KIB
+PURGES_MAX = 1000
+"""Orders that are remembered, as far as their share of the catalog lets them; one that is not done never gives way."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogContent:
-    """All of it. One pin a block, by (space id, key). ``earlier``: policies before the one in force, oldest first."""
+    """All of it. One pin a block, by (space id, key). ``earlier``: policies before the one in force, oldest first.
+    ``purges``: orders to leave no byte, and what was done about each, the latest last.
+    """
 
     policy: Policy
     spaces: Mapping[SpaceId, Space] = field(default_factory=dict)
     pins: Mapping[tuple[SpaceId, BlockKey], Pin] = field(default_factory=dict)
     earlier: Sequence[Policy] = ()
+    purges: Sequence[tuple[PurgeOrder, PurgeReport]] = ()
 
 
 class Catalog:
@@ -89,6 +95,22 @@ class Catalog:
         earlier = _latest((*self.content.earlier, self.content.policy), bytes_max)
         self.update(policy=policy, earlier=earlier)
 
+    def note_purge(self, order: PurgeOrder, report: PurgeReport) -> None:
+        """Remember an order, or how far it has come. Those that are done give way to it, the oldest first.
+
+        Raises Overloaded if there is no room for it.
+        """
+        earlier = [pair for pair in self.content.purges if pair[0].purge_id != order.purge_id]
+        sizes = [len(json.dumps(order_to_json(pair[0]))) for pair in (*earlier, (order, report))]
+        over, over_bytes = len(sizes) - PURGES_MAX, sum(sizes) - self._budget_bytes // 8
+        kept: list[tuple[PurgeOrder, PurgeReport]] = []
+        for pair, size in zip(earlier, sizes, strict=False):
+            if pair[1].done and (over > 0 or over_bytes > 0):
+                over, over_bytes = over - 1, over_bytes - size
+            else:
+                kept.append(pair)
+        self.update(purges=(*kept, (order, report)))
+
     def update(self, **changes: Any) -> None:
         """Save the content with some fields replaced."""
         self.save(replace(self.content, **changes))
@@ -100,6 +122,7 @@ def encode_catalog(content: CatalogContent) -> bytes:
         {
             "policy": policy_to_json(content.policy),
             "earlier": [policy_to_json(policy) for policy in content.earlier],
+            "purges": [[order_to_json(order), report_to_json(report)] for order, report in content.purges],
             "spaces": [encode_space(space).hex() for space in content.spaces.values()],
             "pins": [
                 {
@@ -141,6 +164,7 @@ def decode_catalog(data: bytes) -> CatalogContent:
     ]
     return CatalogContent(
         policy=policy_from_json(content["policy"]),
+        purges=tuple((order_from_json(one), report_from_json(two)) for one, two in content.get("purges", ())),
         earlier=tuple(policy_from_json(row) for row in content.get("earlier", ())),
         spaces={space_id(space): space for space in spaces},
         pins={(pin.space_id, pin.key): pin for pin in pins},

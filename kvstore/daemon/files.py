@@ -22,6 +22,11 @@ _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_FALLOC_ZERO_RANGE = 0x10
+_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_ZEROS = memoryview(bytes(1024 * 1024))
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -98,6 +103,16 @@ class Files:
             os.ftruncate(fd, count)
             return False
         return True
+
+    def erase(self, fd: int, offset: int, count: int, *, overwrite: bool) -> None:
+        """Make bytes within a file zeros; its disk stays reserved.
+
+        ``overwrite``: by writing them, wherever the device puts that; else the file system only takes them for zeros
+        from now on (at once, whatever the count), where it can.
+        """
+        if overwrite or _fallocate is None or _fallocate(fd, _FALLOC_ZERO_RANGE, offset, count):
+            for begin in range(offset, offset + count, len(_ZEROS)):
+                self.write(fd, [_ZEROS[: offset + count - begin]], begin)
 
     def space(self, path: Path) -> tuple[int, int]:
         """Bytes of the file system of a path: free for this process, and all that it could ever use of it."""

@@ -72,6 +72,12 @@ def are_whole(
     return result
 
 
+def were_records(headers: Headers) -> npt.NDArray[np.bool_]:
+    """Which are headers of records, of whatever place and life."""
+    result: npt.NDArray[np.bool_] = (headers["magic"] == RECORD_MAGIC) & (headers["crc"] == _crcs(headers))
+    return result
+
+
 def have_marks(headers: Headers) -> npt.NDArray[np.bool_]:
     """Which carry a mark, whole or damaged."""
     marks = np.ascontiguousarray(headers["mark"]).view(np.uint8).reshape(len(headers), HEADERS_DTYPE["mark"].itemsize)

@@ -35,6 +35,7 @@ from kvstore.daemon.load import LoadRate
 from kvstore.daemon.opening import NodeConfig as NodeConfig
 from kvstore.daemon.opening import open_directories, pin_ends
 from kvstore.daemon.presence import digest_words, key_words
+from kvstore.daemon.purger import Purger, resume_left
 from kvstore.daemon.questions import best_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Shard
@@ -50,6 +51,7 @@ from kvstore.limits import (
     SCAN_PAGE_MAX,
     STATE_BYTES_MAX,
 )
+from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport
 from kvstore.store import (
     BlockInfo,
     BlockPut,
@@ -95,8 +97,9 @@ class Node:
         self._lanes = Lanes(self._shards)
         self._load_rate = LoadRate()
         self._catalog_lock = threading.Lock()
+        self._purger = Purger(self._shards, catalog, self._catalog_lock, self._purge_from, self._clock)
         self._closed = threading.Event()
-        self._sweeper = Sweeper(lambda: self.sweep(apply=True), self._clock_watch, config.sweep_interval_s)
+        self._sweeper = Sweeper(self._keep_up, self._clock_watch, config.sweep_interval_s)
         self._scrubbers: list[Scrubber] = []
         self._started_s = time.monotonic()
 
@@ -122,6 +125,7 @@ class Node:
         shards, catalog = opened.shards, opened.catalog
         states = StatePool(config.state_pool_bytes, config.state_ttl_s, clock)
         node = cls(config, clock, shards, catalog, states, events)
+        resume_left(node._purger)
         if config.background:
             for shard in shards:
                 shard.seal_in_background()
@@ -361,6 +365,33 @@ class Node:
         self._check_open()
         count = self._delete(space_id, None, deadline_s)
         self._states.drop_space(space_id)
+        return count
+
+    def purge(self, order: PurgeOrder, *, deadline_s: float = DEADLINE_S_DEFAULT) -> ByNode[PurgeReport]:
+        self._check_open()
+        return ByNode({"": self._purger.purge(order, deadline_s)})
+
+    def leftovers(
+        self, order: PurgeOrder, until_s: Mapping[str, int], *, deadline_s: float = DEADLINE_S_DEFAULT
+    ) -> ByNode[Leftovers]:
+        self._check_open()
+        return ByNode({"": self._purger.leftovers(order, until_s.get("", order.until_s))})
+
+    def purges(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> list[tuple[PurgeOrder, PurgeReport]]:
+        self._check_open()
+        return self._purger.orders()
+
+    def _keep_up(self) -> None:
+        resume_left(self._purger)
+        self.sweep(apply=True)
+
+    def _purge_from(self, space_id: SpaceId, keys: Sequence[BlockKey] | None, deadline_s: float) -> int:
+        if keys is not None:
+            return self.delete(space_id, keys, deadline_s=deadline_s)
+        count = self.delete_space(space_id, deadline_s=deadline_s)
+        with self._catalog_lock:
+            spaces = self._catalog.content.spaces
+            self._catalog.update(spaces={name: space for name, space in spaces.items() if name != space_id})
         return count
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:

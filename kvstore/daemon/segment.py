@@ -383,30 +383,53 @@ class Segment:
         """Cover damage with dead records, so that scans pass over it. Raises OSError."""
         while hole_bytes > 0:
             part = min(hole_bytes, PAYLOAD_BYTES_MAX)
-            blank = RecordHeader(
-                segment=self.number,
-                generation=self.header.generation,
-                offset=offset,
-                key=BlockKey(bytes(32)),
-                parent=BlockKey(bytes(32)),
-                space_id=SpaceId(bytes(32)),
-                token_digest=TokenDigest(bytes(16)),
-                index=0,
-                tokens=0,
-                class_byte=self.header.class_byte,
-                flags=0,
-                codec=0,
-                stored_bytes=part - HEADER_BYTES,
-                payload_bytes=part - HEADER_BYTES,
-                written_s=when_s,
-                checksum=0,
-                touches=(),
-            )
-            mark = encode_mark(Mark(MarkReason.QUARANTINED, when_s))
-            data = encode_header(blank)
-            self.files.write(self.fd, [data[:MARK_OFFSET], mark, data[MARK_OFFSET + len(mark) :]], offset)
+            blank = self._blank(offset, part - HEADER_BYTES, Mark(MarkReason.QUARANTINED, when_s))
+            self.files.write(self.fd, [blank], offset)
             offset += part
             hole_bytes -= part
+
+    def erase_payload(self, header: RecordHeader, *, overwrite: bool) -> None:
+        """Leave nothing of a dead record's payload. Raises OSError."""
+        self.dirty = True
+        self.files.write(self.fd, [bytes(RECORD_ALIGN - HEADER_BYTES)], header.offset + HEADER_BYTES)
+        rest = header.record_bytes - RECORD_ALIGN
+        if rest:
+            self.files.erase(self.fd, header.offset + RECORD_ALIGN, rest, overwrite=overwrite)
+
+    def erase_header(self, header: RecordHeader, mark: Mark) -> None:
+        """Leave nothing of a record's name: only its length, and that it is dead. One sector. Raises OSError."""
+        self.dirty = True
+        self.files.write(self.fd, [self._blank(header.offset, header.stored_bytes, mark)], header.offset)
+
+    def erase_unused(self, *, overwrite: bool) -> None:
+        """Leave nothing of earlier lives behind the last record. Raises OSError."""
+        self.dirty = True
+        if self.end < self.header.segment_bytes:
+            self.files.erase(self.fd, self.end, self.header.segment_bytes - self.end, overwrite=overwrite)
+
+    def _blank(self, offset: int, stored_bytes: int, mark: Mark) -> bytes:
+        """The header of a dead record that says nothing but its length."""
+        header = RecordHeader(
+            segment=self.number,
+            generation=self.header.generation,
+            offset=offset,
+            key=BlockKey(bytes(32)),
+            parent=BlockKey(bytes(32)),
+            space_id=SpaceId(bytes(32)),
+            token_digest=TokenDigest(bytes(16)),
+            index=0,
+            tokens=0,
+            class_byte=self.header.class_byte,
+            flags=0,
+            codec=0,
+            stored_bytes=stored_bytes,
+            payload_bytes=stored_bytes,
+            written_s=mark.when_s,
+            checksum=0,
+            touches=(),
+        )
+        data, dead = encode_header(header), encode_mark(mark)
+        return data[:MARK_OFFSET] + dead + data[MARK_OFFSET + len(dead) :]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -48,6 +48,7 @@ from kvstore.daemon.questions import scan, sight
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover_volume
+from kvstore.daemon.scour import Condemned, Scoured, erase, search
 from kvstore.daemon.scrubber import Scrubber
 from kvstore.daemon.sealing import Sealer
 from kvstore.daemon.segment import Segment
@@ -358,6 +359,22 @@ class Shard:
         if problem is not None:
             raise VolumeError(f"the deletion could not be made durable: {problem}")
         return len(doomed)
+
+    def erase(self, condemned: Condemned, now_s: int, *, overwrite: bool) -> tuple[Scoured, set[BlockKey]]:
+        """Leave no byte of what is condemned: what was erased, and its keys. Raises VolumeError."""
+        try:
+            return erase(
+                self._ledger, lambda: self._writing(threading.TIMEOUT_MAX), condemned, now_s, overwrite=overwrite
+            )
+        except OSError as error:
+            raise VolumeError(f"{self.volume.path} could not be erased: {error}") from error
+
+    def leftovers(self, condemned: Condemned) -> Scoured:
+        """What a raw scan of the segments finds of what was condemned. Raises VolumeError."""
+        try:
+            return search(self._ledger, condemned)
+        except OSError as error:
+            raise VolumeError(f"{self.volume.path} could not be read through: {error}") from error
 
     def spaces(self) -> set[SpaceId]:
         """Spaces that have blocks here."""

@@ -15,6 +15,7 @@ import xxhash
 from kvstore import limits
 from kvstore.errors import PolicyConflict, SpaceUnknown
 from kvstore.keys import BlockName, Space, SpaceId, TokenChain, TokenDigest, space_id, tenant_salt
+from kvstore.purges import PurgeOrder, digest_of_keys
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
@@ -485,6 +486,28 @@ def test_every_policy_so_far_is_remembered(under_test: Subject, store: Any) -> N
     assert (middle.version, middle.rules, middle.text, middle.author) == (2, longer, "longer", "\u00c5sa@desk")
     assert after.changed_s - middle.changed_s == 60
     assert (after.version, after.rules, after.author) == (3, first.rules, "")
+
+
+def test_a_purge_by_order_is_done_once_and_reported(store: Any, space: SpaceId) -> None:
+    """By every backend in the same words: how many blocks, which keys, and what is left of them."""
+    chain, other = a_chain(space, 6, seed=1), store.register_space(a_space(revision="other"))
+    theirs = a_chain(other, 2, seed=1)
+    put(store, chain, AGENT)
+    put(store, theirs, AGENT)
+    order = PurgeOrder("0f" * 16, (space,), None, 0, "operator", "asked to")
+    done = store.purge(order)
+    assert not done.failed
+    reports = list(done.answers.values())
+    assert all(report.done for report in reports)
+    assert sum(report.blocks for report in reports) == 6
+    if len(reports) == 1:
+        assert reports[0].keys_digest == digest_of_keys(name.key for name in chain.names)
+    assert presences(store, theirs) == {Presence.PRESENT}
+    assert Presence.PRESENT not in presences(store, chain)
+    assert [pair for pair in store.purges() if pair[0] == order] == [(order, report) for report in reports]
+    until_s = {name: report.began_s for name, report in done.answers.items()}
+    assert all(found.records == 0 for found in store.leftovers(order, until_s).answers.values())
+    assert store.purge(order) == done
 
 
 def test_sight_tells_what_is_remembered(under_test: Subject, store: Any, space: SpaceId) -> None:

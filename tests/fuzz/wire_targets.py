@@ -24,6 +24,7 @@ from kvstore.daemon.tokens import Tokens
 from kvstore.errors import ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.keys import KEY_ALGORITHM, space_id
+from kvstore.purges import PurgeOrder, order_to_json
 from kvstore.store import PutOutcome
 from kvstore.testing import ManualClock, MemoryStore
 from tests.fuzz.program import Program
@@ -195,6 +196,9 @@ def control_message(data: bytes) -> None:
         return
 
 
+ORDER = PurgeOrder("0" * 32, (SPACE,), None, 0)
+
+
 def control_seeds() -> list[bytes]:
     name = control.name_to_json(CHAIN.names[0])
     key, space = name[0], SPACE.hex()
@@ -208,6 +212,8 @@ def control_seeds() -> list[bytes]:
         "pin": {"pins": [pin]},
         "set_policy": {"rules": policy["rules"], "text": "t", "expected_version": 1, "apply": True},
         "sweep": {"apply": False},
+        "purge": {"order": order_to_json(ORDER)},
+        "leftovers": {"order": order_to_json(ORDER), "until_s": 0},
         "sight": {"space_id": space, "names": [name]},
         "report_corrupt": {"space_id": space, "name": name},
         "stats": {},

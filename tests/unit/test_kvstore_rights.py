@@ -20,6 +20,7 @@ from kvstore.framing import parse_address
 from kvstore.keys import StateName, encode_space, space_id, tenant_salt
 from kvstore.link import Call, NodeLink, new_hello
 from kvstore.local import Arena
+from kvstore.purges import PurgeOrder, order_to_json
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT
 from kvstore.wire import Opcode
@@ -52,6 +53,9 @@ MAY: dict[str, set[Role]] = {
     "pins": {P},
     "policy_history": {P},
     "set_policy": {P},
+    "purge": {P},
+    "purges": {P},
+    "leftovers": {P},
     "sweep": {P},
     "sight": {P},
     "stats": {P},
@@ -62,6 +66,7 @@ TOKENS = {role: f"the token of a {role}, at length" for role in Role}
 SPACE = a_space(tenant_salt=tenant_salt("acme"))
 SPACE_ID = space_id(SPACE)
 NAME = a_chain(SPACE_ID, 1).names[0]
+ORDER = PurgeOrder("0" * 32, (SPACE_ID,), None, 0)
 STATE = StateName(NAME.key, NAME.key, NAME.key, 4, 0)
 
 
@@ -113,6 +118,8 @@ def requests() -> dict[str, Call]:
         "pin": {"pins": []},
         "unpin": {"space_id": space, "keys": []},
         "set_policy": {"rules": TEST_RULES.to_json(), "text": "", "expected_version": 1, "apply": False},
+        "purge": {"order": order_to_json(ORDER)},
+        "leftovers": {"order": order_to_json(ORDER), "until_s": 0},
         "sweep": {"apply": False},
         "sight": {"space_id": space, "names": [name]},
     }
