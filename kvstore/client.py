@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore import control, limits, receive, transfer, wire
+from kvstore import control, limits, receive, submission, transfer, wire
 from kvstore.errors import (
-    CapacityProtected,
     DeadlineExceeded,
     Overloaded,
     PolicyConflict,
@@ -89,6 +88,7 @@ class StoreClient:
                 "late",
                 "unreachable",
                 "refused",
+                "too_large",
                 "altered",
                 "waited",
             ),
@@ -267,24 +267,25 @@ class StoreClient:
         names = [block.name for block in blocks]
         sizes = [len(view) for view in views]
         outcomes = [PutOutcome.UNREACHABLE] * len(blocks)
+        call = Call(wire.Opcode.PUT, b"", bulk=True)
 
         def send(node: int, positions: Sequence[int]) -> None:
-            batch = transfer.Batch(
-                space_id, traffic_class, ack, [blocks[at] for at in positions], [views[at] for at in positions]
-            )
-            call = Call(wire.Opcode.PUT, b"", bulk=True)
+            chosen = [blocks[at] for at in positions], [views[at] for at in positions]
+            part = submission.Submission(space_id, traffic_class, ack, *chosen)
             try:
-                answer = self._patiently(
+                self._patiently(
                     ends_s,
-                    lambda: self._with_space(node, space_id, call, ends_s, lambda hold: transfer.put(hold, batch)),
+                    lambda: self._with_space(node, space_id, call, ends_s, lambda hold: submission.put(hold, part)),
                 )
-            except (Overloaded, CapacityProtected):
-                answer = [PutOutcome.REFUSED] * len(positions)
-            for at, outcome in zip(positions, answer, strict=True):
-                outcomes[at] = outcome
+            except Overloaded:
+                part.refuse_the_rest()
+            finally:
+                for at, outcome in zip(positions, part.outcomes, strict=True):
+                    outcomes[at] = outcome
 
         failures = self._fleet.run(self._fleet.spread(send, names, sizes), ends_s)
         self._count("refused", outcomes.count(PutOutcome.REFUSED))
+        self._count("too_large", outcomes.count(PutOutcome.TOO_LARGE))
         self._count("altered", outcomes.count(PutOutcome.ALTERED))
         self._count("unreachable", outcomes.count(PutOutcome.UNREACHABLE))
         raise_loud(failures)

@@ -9,6 +9,7 @@ body of PUT.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore import limits, wire
@@ -16,7 +17,7 @@ from kvstore.errors import ProtocolError
 
 _SHARE = struct.Struct("<Q")
 _SHARED = struct.Struct("<BxxxI")
-_PUT_LOCAL = struct.Struct("<Q")
+_COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,19 @@ def decode_shared(body: bytes) -> Shared:
     return Shared(bool(granted), lease_ms / 1000)
 
 
-def encode_put_local(offset: int, put_body: bytes) -> bytes:
-    """Blocks of a put whose payloads lie one after another in the arena, from ``offset`` on."""
-    return _PUT_LOCAL.pack(offset) + put_body
+def encode_put_local(offsets: Sequence[int], put_body: bytes) -> bytes:
+    """A put whose payloads lie in the arena, each from its offset on."""
+    return struct.pack(f"<I{len(offsets)}Q", len(offsets), *offsets) + put_body
 
 
-def decode_put_local(body: bytes) -> tuple[int, wire.PutRequest]:
-    if len(body) < _PUT_LOCAL.size:
-        raise ProtocolError("PUT_LOCAL ends early")
-    return int(_PUT_LOCAL.unpack_from(body)[0]), wire.decode_put(body[_PUT_LOCAL.size :])
+def decode_put_local(body: bytes) -> tuple[tuple[int, ...], wire.PutRequest]:
+    """Where each payload begins, and the put. Raises ProtocolError unless there is an offset for every block."""
+    reader = wire.Reader(body, "PUT_LOCAL")
+    (count,) = reader.unpack(_COUNT)
+    if count > limits.BATCH_BLOCKS_MAX:
+        raise ProtocolError("PUT_LOCAL carries a count beyond its bound")
+    offsets = struct.unpack(f"<{count}Q", reader.take(8 * count))
+    asked = wire.decode_put(reader.rest())
+    if len(asked.rows) != count:
+        raise ProtocolError("PUT_LOCAL has another number of offsets than blocks")
+    return offsets, asked

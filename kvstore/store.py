@@ -83,6 +83,8 @@ class PutOutcome(IntEnum):
     UNREACHABLE = 5
     DECLINED = 6
     """Not stored by the class's policy (its admission, or its write budget of the day): there is nothing to repeat."""
+    TOO_LARGE = 7
+    """No segment of the node can take it, now or later: make the store with a larger ``segment_bytes``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,22 @@
-"""How payload travels over one connection: through shared memory where the peer shares it, else through the socket.
+"""How blocks are got over one connection: through shared memory where the peer shares it, else through the socket.
 
-Owns the choice between the two, and the conversation of each. Does not know nodes. Invariants: a get is one round trip,
-and whatever shared memory could not give is asked for once more through the socket; a put's checksums are taken before
-its bytes are copied, so that the daemon finds bytes that changed; each function may be called again from the start, on
-another connection.
+Owns the choice between the two, and the conversation of each. Does not know nodes; puts are ``submission``'s.
+Invariants: a get is one round trip, and whatever shared memory could not give is asked for once more through the
+socket; a get may be called again from the start, on another connection.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import xxhash
-
-from kvstore import extents, local, receive, sharing, single, wire
+from kvstore import extents, local, single, wire
 from kvstore.errors import DeadlineExceeded, ProtocolError
 from kvstore.extents import ASK, LENT, Rows
 from kvstore.framing import Channel
 from kvstore.keys import SpaceId
 from kvstore.link import Call, Hold
 from kvstore.receive import Scatter
-from kvstore.store import AckLevel, BlockPut, PutOutcome
 
 
 def get(hold: Hold, space_id: SpaceId, scatter: Scatter, monotonic: Callable[[], float] = time.monotonic) -> int:
@@ -87,50 +81,3 @@ def _get_local(
 def _is_open(scatter: Scatter, at: int, status: int) -> bool:
     """Whether a block was not settled by its row, nor read and verified."""
     return status == ASK or (status == LENT and not scatter.is_accepted(at))
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Blocks that one node shall store. ``views``: their payloads as flat bytes."""
-
-    space_id: SpaceId
-    traffic_class: int
-    ack: AckLevel
-    blocks: Sequence[BlockPut]
-    views: Sequence[memoryview]
-
-    def body(self, begin: int, end: int) -> bytes:
-        """PUT's body for a part of the blocks; their checksums are taken here."""
-        rows = [
-            wire.PutRow(block.name, block.tokens, len(view), block.flags, xxhash.xxh3_64_intdigest(view))
-            for block, view in zip(self.blocks[begin:end], self.views[begin:end], strict=True)
-        ]
-        return wire.encode_put(self.space_id, self.traffic_class, self.ack, rows)
-
-
-def put(hold: Hold, batch: Batch) -> list[PutOutcome]:
-    """Store blocks; one that does not fit a part of the arena sends all of the batch through the socket."""
-    sizes = [len(view) for view in batch.views]
-    if hold.peer is not None and max(sizes, default=0) <= local.PART_BYTES:
-        outcomes = _put_local(hold, hold.peer.arena, batch, sizes)
-    else:
-        call = Call(wire.Opcode.PUT, batch.body(0, len(sizes)), batch.views, sum(sizes), bulk=True)
-        outcomes = hold.ask(call, receive.take_put)
-    if len(outcomes) != len(sizes):
-        raise ProtocolError("a node answered another number of blocks than sent")
-    return outcomes
-
-
-def _put_local(hold: Hold, arena: local.Arena, batch: Batch, sizes: Sequence[int]) -> list[PutOutcome]:
-    """The client fills a part of the arena while the daemon writes another."""
-    outcomes: list[PutOutcome] = []
-    sent: deque[int] = deque()
-    for at, (begin, end) in enumerate(local.cut(sizes)):
-        if len(sent) == local.PARTS:
-            outcomes += hold.take(wire.Opcode.PUT_LOCAL, sent.popleft(), receive.take_put)
-        body = batch.body(begin, end)
-        offset = arena.fill(at % local.PARTS, batch.views[begin:end])
-        sent.append(hold.send(Call(wire.Opcode.PUT_LOCAL, sharing.encode_put_local(offset, body), bulk=True)))
-    while sent:
-        outcomes += hold.take(wire.Opcode.PUT_LOCAL, sent.popleft(), receive.take_put)
-    return outcomes

@@ -28,7 +28,7 @@ from kvstore.keys import BlockKey, BlockName, ChainNames, SpaceId, StateKey, Sta
 from kvstore.store import AckLevel, Lookup, Presence, PutOutcome, StateEntry
 
 MAGIC = b"RPKV"
-VERSION = 3
+VERSION = 4
 FLAG_REPLY = 0x0001
 HEADER_BYTES = 40
 HELLO_BODY_BYTES_MAX = 8 * limits.KIB
@@ -619,6 +619,10 @@ class Reader:
         if count > count_max:
             raise ProtocolError(f"{self._what} carries {count} keys; at most {count_max} are taken")
         return PackedNames(self.take(limits.KEY_BYTES * count), self.take(limits.TOKEN_DIGEST_BYTES * count))
+
+    def rest(self) -> bytes:
+        """All that is left."""
+        return self.take(len(self._body) - self._at)
 
     def end(self) -> None:
         if self._at != len(self._body):

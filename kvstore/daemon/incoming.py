@@ -72,10 +72,11 @@ class IncomingPuts:
 
     def put_local(self, request: Request) -> None:
         neighbour = neighbour_of(request)
-        offset, asked = sharing.decode_put_local(request.body)
-        size = sum(row.payload_bytes for row in asked.rows)
-        outcomes = self._store(request, asked, asked.rows, neighbour.arena(offset, size))
-        self._metrics.payload_in.inc(size)
+        offsets, asked = sharing.decode_put_local(request.body)
+        sizes = [row.payload_bytes for row in asked.rows]
+        payloads = [neighbour.arena(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        outcomes = self._store(request, asked, asked.rows, payloads)
+        self._metrics.payload_in.inc(sum(sizes))
         request.answer(wire.encode_put_reply(outcomes))
 
     def confirm(self, request: Request) -> None:
@@ -90,19 +91,22 @@ class IncomingPuts:
             wait_s = min(request.left_s(), ADMISSION_WAIT_S_MAX)
             with self._admission.buffer(size, wait_s, request.connection.party) as buffer:
                 request.receive_into(buffer)
-                return self._store(request, asked, rows, buffer)
+                return self._store(request, asked, rows, _cut(rows, buffer))
         except Overloaded:
             request.drop_payload(request.unread - after)
             raise
 
     def _store(
-        self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: memoryview
+        self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: Sequence[memoryview]
     ) -> list[PutOutcome]:
-        """Blocks whose payloads lie one after another in memory; what finds no room is refused."""
+        """Store blocks whose payloads lie in memory; what finds no room is refused."""
         try:
             return self._backend.put(
                 asked.space_id,
-                _blocks(rows, payloads),
+                [
+                    BlockPut(row.name, row.tokens, payload, row.flags)
+                    for row, payload in zip(rows, payloads, strict=True)
+                ],
                 traffic_class=TrafficClass(asked.traffic_class),
                 ack=asked.ack,
                 deadline_s=request.left_s(),
@@ -126,9 +130,10 @@ def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRo
     return groups
 
 
-def _blocks(rows: Sequence[wire.PutRow], buffer: memoryview) -> list[BlockPut]:
-    blocks, at = [], 0
+def _cut(rows: Sequence[wire.PutRow], buffer: memoryview) -> list[memoryview]:
+    """The payloads that lie one after another in a buffer."""
+    payloads, at = [], 0
     for row in rows:
-        blocks.append(BlockPut(row.name, row.tokens, buffer[at : at + row.payload_bytes], row.flags))
+        payloads.append(buffer[at : at + row.payload_bytes])
         at += row.payload_bytes
-    return blocks
+    return payloads

@@ -42,7 +42,7 @@ from kvstore.daemon.shard import Shard
 from kvstore.daemon.states import StatePool
 from kvstore.daemon.sweeper import Sweeper
 from kvstore.daemon.tallies import by_class, by_space, merge_effects
-from kvstore.errors import CapacityProtected, Overloaded, PolicyConflict, SpaceUnknown, StoreError, Unavailable
+from kvstore.errors import Overloaded, PolicyConflict, SpaceUnknown, StoreError, Unavailable
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
@@ -99,6 +99,7 @@ class Node:
         self._catalog_lock = threading.Lock()
         self._purger = Purger(self._shards, catalog, self._catalog_lock, self._purge_from, self._clock)
         self._closed = threading.Event()
+        self._warned_of_large_blocks = False
         self._sweeper = Sweeper(self._keep_up, self._clock_watch, config.sweep_interval_s)
         self._scrubbers: list[Scrubber] = []
         self._started_s = time.monotonic()
@@ -253,13 +254,12 @@ class Node:
         self._check_space(space_id)
         rule = self._catalog.content.policy.rules.by_byte(traffic_class)
         batch = incoming(blocks, rule.codec if rule else "none", checksums)
-        outcomes = [PutOutcome.REFUSED] * len(blocks)
+        outcomes = [PutOutcome.TOO_LARGE] * len(blocks)
         homes = self._by_home(batch, blocks)
-        if blocks and not homes:
-            raise CapacityProtected(
-                f"blocks of {len(blocks[0].payload)} bytes do not fit a segment, which takes "
-                f"{self._shards[0].payload_bytes_max}: make the store with larger segments"
-            )
+        if sum(map(len, homes.values())) < len(blocks) and not self._warned_of_large_blocks:
+            self._warned_of_large_blocks = True
+            largest = batch.rows["stored_bytes"].max()
+            log.warning("block_too_large stored_bytes=%d: make the store with larger segments", largest)
 
         def store(shard: Shard, positions: Sequence[int]) -> None:
             left_s = max(0.0, end_s - time.monotonic())

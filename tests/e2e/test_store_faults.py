@@ -421,10 +421,12 @@ def test_a_daemon_without_descriptors_serves_whom_it_has() -> None:
 
 DOOMED = """
 import sys
+from kvstore import submission
 from kvstore.client import StoreClient
 from kvstore.traffic import AGENT
 from tests.support.nodes import puts_of
 from tests.support.spaces import a_chain, a_space
+submission.PART_BYTES = 200_000  # several parts of a batch are under way at once
 client = StoreClient.connect([sys.argv[1]], same_host=sys.argv[2] == "arena")
 space = client.register_space(a_space())
 print("at work", flush=True)

@@ -48,7 +48,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "share": (sharing.decode_share, sharing.encode_share(4096)),
     "share reply": (sharing.decode_shared, sharing.encode_shared(sharing.Shared(True, 5.0))),
     "rows": (lambda body: extents.decode_rows(body, "GET reply"), extents.encode_rows(ROWS, option=True)),
-    "put local": (sharing.decode_put_local, sharing.encode_put_local(4096, wire.encode_put(SPACE, 1, "os", [ROW]))),
+    "put local": (sharing.decode_put_local, sharing.encode_put_local([4096], wire.encode_put(SPACE, 1, "os", [ROW]))),
     "error": (wire.decode_error, wire.encode_error(ProtocolError("what"))),
     "control request": (control.decode_request, control.encode_request("scan", {"cursor": ""})),
     "control result": (control.decode_result, control.encode_result([1, 2])),

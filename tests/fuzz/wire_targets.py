@@ -106,7 +106,7 @@ MESSAGES: dict[str, tuple[Decode, Encode, bytes]] = {
     "put local": (
         sharing.decode_put_local,
         lambda found: sharing.encode_put_local(found[0], _put_body(found[1])),
-        sharing.encode_put_local(4096, wire.encode_put(SPACE, 1, "os", [ROW])),
+        sharing.encode_put_local([4096], wire.encode_put(SPACE, 1, "os", [ROW])),
     ),
 }
 """Decoder, encoder and an example of every message with a binary body."""
@@ -322,7 +322,7 @@ def conversation_seeds() -> list[bytes]:
         wire.Opcode.EXTENTS: (b"", key),
         wire.Opcode.RELEASE: (b"", b""),
         wire.Opcode.CONFIRM: (b"", wire.encode_confirm(SPACE, [CHAIN.names[0].key])),
-        wire.Opcode.PUT_LOCAL: (b"", sharing.encode_put_local(0, put)),
+        wire.Opcode.PUT_LOCAL: (b"", sharing.encode_put_local([0], put)),
     }
 
     def one(opcode: wire.Opcode) -> bytes:

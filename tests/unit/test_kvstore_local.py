@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore import extents, limits, local, receive, sharing, transfer, wire
+from kvstore import extents, limits, local, receive, sharing, submission, transfer, wire
 from kvstore.client import StoreClient
 from kvstore.daemon.files import Files
 from kvstore.daemon.lending import Neighbour
@@ -29,6 +29,7 @@ from kvstore.link import Call, Hold, NodeLink, new_hello
 from kvstore.receive import Scatter
 from kvstore.record import MARK_OFFSET
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
+from kvstore.submission import Submission
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, ClassRule, ClassRules
 from tests.support.nodes import payload_of, puts_of
@@ -93,6 +94,10 @@ def bench() -> Iterator[Bench]:
 
 def a_link(server: Server, token: str | None = None, tenant: str | None = None, *, tcp: bool = False) -> NodeLink:
     return NodeLink(parse_address(server.addresses[0 if tcp else 1]), new_hello(token, tenant), 1)
+
+
+def a_submission(space: SpaceId, puts: Sequence[BlockPut]) -> Submission:
+    return Submission(space, AGENT, "os", puts, [memoryview(put.payload) for put in puts])
 
 
 def a_scatter(names: Sequence[BlockName], size: int = SIZE) -> Scatter:
@@ -423,13 +428,6 @@ def test_a_put_goes_through_the_arena_part_by_part() -> None:
         node.close()
 
 
-def test_payloads_are_cut_so_that_each_run_fits_a_part() -> None:
-    part = local.PART_BYTES
-    assert list(local.cut([])) == []
-    assert list(local.cut([part])) == [(0, 1)]
-    assert list(local.cut([part, 1, part - 1, 1])) == [(0, 1), (1, 3), (3, 4)]
-
-
 def test_a_block_larger_than_a_part_goes_through_the_socket() -> None:
     with short_dir() as folder:
         config = NodeConfig(
@@ -450,13 +448,14 @@ def test_a_block_larger_than_a_part_goes_through_the_socket() -> None:
 def test_bytes_changed_in_the_arena_before_they_are_written_are_altered(bench: Bench) -> None:
     names = list(a_chain(bench.space, 3, seed=1).names)
     puts = puts_of(names, SIZE)
-    batch = transfer.Batch(bench.space, AGENT, "os", puts, [memoryview(put.payload) for put in puts])
+    batch = a_submission(bench.space, puts)
     other = memoryview(b"z" * SIZE)
 
     def talk(hold: Hold) -> list[PutOutcome]:
         assert hold.peer is not None
-        offset = hold.peer.arena.fill(0, [batch.views[0], other, batch.views[2]])
-        body = sharing.encode_put_local(offset, batch.body(0, 3))
+        checksums, offsets = hold.peer.arena.fill(0, batch.views)
+        hold.peer.arena.fill(0, [batch.views[0], other])
+        body = sharing.encode_put_local(offsets, batch.body(range(3), checksums))
         return hold.ask(Call(wire.Opcode.PUT_LOCAL, body), receive.take_put)
 
     assert bench.talk(talk) == [PutOutcome.STORED, PutOutcome.ALTERED, PutOutcome.STORED]
@@ -489,13 +488,14 @@ def test_bytes_changed_in_the_arena_while_they_are_written_are_altered() -> None
     for bench in a_bench_of(files):
         names = list(a_chain(bench.space, 3, seed=1).names)
         puts = puts_of(names, SIZE)
-        batch = transfer.Batch(bench.space, AGENT, "os", puts, [memoryview(put.payload) for put in puts])
+        batch = a_submission(bench.space, puts)
 
-        def talk(hold: Hold, batch: transfer.Batch = batch) -> list[PutOutcome]:
+        def talk(hold: Hold, batch: Submission = batch) -> list[PutOutcome]:
             assert hold.peer is not None
             arena = hold.peer.arena
             files.scribble = lambda: arena.fill(0, [memoryview(b"q")])
-            return transfer.put(hold, batch)
+            submission.put(hold, batch)
+            return batch.outcomes
 
         assert bench.talk(talk) == [PutOutcome.ALTERED, PutOutcome.STORED, PutOutcome.STORED]
         files.scribble = None
@@ -505,7 +505,7 @@ def test_bytes_changed_in_the_arena_while_they_are_written_are_altered() -> None
 def test_a_put_that_names_more_than_the_arena_ends_the_connection(bench: Bench) -> None:
     names = list(a_chain(bench.space, 1).names)
     rows = [wire.PutRow(names[0], BLOCK_TOKENS, SIZE, 0, 0)]
-    body = sharing.encode_put_local(2**63, wire.encode_put(bench.space, AGENT, "os", rows))
+    body = sharing.encode_put_local([2**63], wire.encode_put(bench.space, AGENT, "os", rows))
     with pytest.raises(ProtocolError, match="does not hold"):
         bench.talk(lambda hold: hold.ask(Call(wire.Opcode.PUT_LOCAL, body), receive.take_put))
     wait_for(lambda: bench.leases == 0)

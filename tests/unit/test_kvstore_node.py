@@ -14,7 +14,7 @@ import xxhash
 
 from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
-from kvstore.errors import CapacityProtected, Unavailable, VolumeError, VolumeFormat, VolumeInUse
+from kvstore.errors import Unavailable, VolumeError, VolumeFormat, VolumeInUse
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenChain, TokenDigest
 from kvstore.limits import MIB
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
@@ -338,10 +338,17 @@ def test_a_few_pins_in_every_segment_do_not_wedge_eviction(bench: Bench) -> None
     assert disk_bytes(bench.path) <= CAPACITY_BYTES
 
 
-def test_a_block_larger_than_a_segment_says_what_to_do(bench: Bench) -> None:
-    name = a_chain(bench.space, 1).names[0]
-    with pytest.raises(CapacityProtected, match="larger segments"):
-        bench.node.put(bench.space, [BlockPut(name, 4, bytes(2 * MIB))], traffic_class=AGENT)
+def test_a_block_larger_than_a_segment_says_what_to_do(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Its outcome is not one that is worth another try; the log says once what to change; the others are stored."""
+    names = a_chain(bench.space, 3).names
+    puts = [BlockPut(name, 4, bytes(size)) for name, size in zip(names, (1000, 2 * MIB, 1000), strict=True)]
+    for first in (PutOutcome.STORED, PutOutcome.TOUCHED):
+        outcomes = bench.node.put(bench.space, puts, traffic_class=AGENT)
+        assert outcomes == [first, PutOutcome.TOO_LARGE, first]
+    assert bench.node.put(bench.space, puts[1:2], traffic_class=AGENT) == [PutOutcome.TOO_LARGE]
+    assert [record.getMessage() for record in caplog.records if "larger segments" in record.getMessage()] == [
+        f"block_too_large stored_bytes={2 * MIB}: make the store with larger segments"
+    ]
 
 
 def test_a_lowered_capacity_is_reached_at_the_next_start(bench: Bench) -> None:

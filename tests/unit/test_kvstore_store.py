@@ -46,7 +46,16 @@ def test_an_exact_prefix_ends_at_an_approximate_block_too(answers: list[tuple[Pr
         (GetStatus, {"OK": 0, "MISS": 1, "CORRUPT": 2, "DEADLINE": 3, "WRONG_SIZE": 4, "UNREACHABLE": 5}),
         (
             PutOutcome,
-            {"STORED": 0, "TOUCHED": 1, "REPLACED": 2, "REFUSED": 3, "ALTERED": 4, "UNREACHABLE": 5, "DECLINED": 6},
+            {
+                "STORED": 0,
+                "TOUCHED": 1,
+                "REPLACED": 2,
+                "REFUSED": 3,
+                "ALTERED": 4,
+                "UNREACHABLE": 5,
+                "DECLINED": 6,
+                "TOO_LARGE": 7,
+            },
         ),
     ],
 )

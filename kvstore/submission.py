@@ -1,0 +1,132 @@
+"""A put on its way to one node: in parts of some MiB, of which several are under way at once.
+
+Owns how a batch is cut, what goes through shared memory and what through the socket, and how each block ended. Does not
+know nodes or retries. Invariants: while the daemon writes one part the client takes the checksums of the next and
+copies or sends it; a block's checksum is taken of all of it before its bytes are copied, so that the daemon finds bytes
+that changed; a part that is refused refuses only its blocks; what was answered is not sent again on another connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from kvstore import limits, receive, sharing, wire
+from kvstore.errors import CapacityProtected, DeadlineExceeded, Overloaded, ProtocolError, StoreError, Unavailable
+from kvstore.keys import SpaceId
+from kvstore.link import Call, Hold
+from kvstore.local import PART_BYTES, PARTS, Arena
+from kvstore.store import AckLevel, BlockPut, PutOutcome
+
+Part = Sequence[int]
+"""Positions of the blocks that one frame carries."""
+BROKEN = (Unavailable, DeadlineExceeded, ProtocolError)
+"""After these nothing more can be said on a connection."""
+
+
+class Submission:
+    """Blocks that one node shall store. ``views``: their payloads as flat bytes.
+
+    ``outcomes`` begins with UNREACHABLE: what no answer has covered. A new attempt sends only that.
+    """
+
+    def __init__(
+        self,
+        space_id: SpaceId,
+        traffic_class: int,
+        ack: AckLevel,
+        blocks: Sequence[BlockPut],
+        views: Sequence[memoryview],
+    ) -> None:
+        self.space_id = space_id
+        self.traffic_class = traffic_class
+        self.ack = ack
+        self.blocks = blocks
+        self.views = views
+        self.outcomes = [PutOutcome.UNREACHABLE] * len(blocks)
+        self._open = [True] * len(blocks)
+
+    def parts(self) -> Iterator[Part]:
+        """What is to be sent, cut so that a part has at most PART_BYTES, or one block."""
+        part: list[int] = []
+        held_bytes = 0
+        for at, view in enumerate(self.views):
+            if not self._open[at]:
+                continue
+            if part and (held_bytes + len(view) > PART_BYTES or len(part) == limits.BATCH_BLOCKS_MAX):
+                yield part
+                part, held_bytes = [], 0
+            part.append(at)
+            held_bytes += len(view)
+        if part:
+            yield part
+
+    def settle(self, part: Part, outcomes: Sequence[PutOutcome]) -> None:
+        """Take over how the blocks of a part ended. Raises ProtocolError for another number of outcomes."""
+        if len(outcomes) != len(part):
+            raise ProtocolError("a node answered another number of blocks than sent")
+        for at, outcome in zip(part, outcomes, strict=True):
+            self.outcomes[at] = outcome
+            self._open[at] = False
+
+    def refuse_the_rest(self) -> None:
+        """Nothing more is tried."""
+        for at, is_open in enumerate(self._open):
+            if is_open:
+                self.outcomes[at] = PutOutcome.REFUSED
+
+    def body(self, part: Part, checksums: Sequence[int]) -> bytes:
+        """PUT's body for a part."""
+        rows = [
+            wire.PutRow(block.name, block.tokens, len(self.views[at]), block.flags, checksum)
+            for at, checksum in zip(part, checksums, strict=True)
+            for block in (self.blocks[at],)
+        ]
+        return wire.encode_put(self.space_id, self.traffic_class, self.ack, rows)
+
+
+def put(hold: Hold, submission: Submission) -> None:
+    """Send what no answer has covered yet and take the answers. Raises what was answered to a part, after the answers
+    to the others: Overloaded once all were sent, what is said against the whole request without sending more.
+    """
+    under_way: deque[tuple[Part, wire.Opcode, int]] = deque()
+    failure: StoreError | ValueError | None = None
+    for number, part in enumerate(submission.parts()):
+        if len(under_way) == PARTS:
+            failure = _settle(hold, submission, *under_way.popleft()) or failure
+            if failure is not None and not isinstance(failure, Overloaded):
+                break
+        call = _call(hold.peer.arena if hold.peer else None, submission, part, number % PARTS)
+        under_way.append((part, call.opcode, hold.send(call)))
+    while under_way:
+        failure = _settle(hold, submission, *under_way.popleft()) or failure
+    if failure is not None:
+        raise failure
+
+
+def _settle(
+    hold: Hold, submission: Submission, part: Part, opcode: wire.Opcode, request_id: int
+) -> StoreError | ValueError | None:
+    """Take one answer. An error that leaves the blocks open is returned; more can be said on the connection."""
+    try:
+        submission.settle(part, hold.take(opcode, request_id, receive.take_put))
+    except BROKEN:
+        raise
+    except CapacityProtected:
+        submission.settle(part, [PutOutcome.REFUSED] * len(part))
+    except (StoreError, ValueError) as error:
+        return error
+    return None
+
+
+def _call(arena: Arena | None, submission: Submission, part: Part, slot: int) -> Call:
+    """The request that carries a part: through a slot of the arena if it fits, else through the socket."""
+    views = [submission.views[at] for at in part]
+    total_bytes = sum(map(len, views))
+    if arena is None or total_bytes > PART_BYTES:
+        checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
+        return Call(wire.Opcode.PUT, submission.body(part, checksums), views, total_bytes, bulk=True)
+    checksums, offsets = arena.fill(slot, views)
+    return Call(wire.Opcode.PUT_LOCAL, sharing.encode_put_local(offsets, submission.body(part, checksums)), bulk=True)

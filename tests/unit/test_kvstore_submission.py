@@ -1,0 +1,215 @@
+"""A put in parts: what is under way at once, and what becomes of the other parts when one is refused or lost."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvstore import limits, sharing, submission, wire
+from kvstore.client import StoreClient
+from kvstore.daemon.node import Node, NodeConfig
+from kvstore.errors import CapacityProtected, Overloaded, ProtocolError, SpaceUnknown, StoreError, Unavailable
+from kvstore.keys import BlockName, SpaceId
+from kvstore.link import Call, Hold
+from kvstore.local import PART_BYTES, PARTS, Arena
+from kvstore.store import BlockPut, GetStatus, PutOutcome
+from kvstore.submission import Submission
+from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
+from kvstore.traffic import AGENT
+from tests.support.nodes import puts_of
+from tests.support.spaces import a_chain, a_space
+from tests.support.stores import client_of, served, short_dir
+
+SPACE = SpaceId(bytes(32))
+SIZE = PART_BYTES // 3 + 1
+"""Two blocks a part."""
+STORED, REFUSED, UNREACHABLE = PutOutcome.STORED, PutOutcome.REFUSED, PutOutcome.UNREACHABLE
+Answer = Sequence[PutOutcome] | StoreError
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_dir() as path:
+        yield path
+
+
+class FakePeer:
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+
+
+class FakeHold:
+    """Answers what it is told to, and remembers what was asked and how much was under way."""
+
+    def __init__(self, answers: Sequence[Answer], arena: Arena | None = None) -> None:
+        self.peer = FakePeer(arena) if arena is not None else None
+        self.sent: list[tuple[wire.Opcode, list[bytes]]] = []
+        self.under_way_max = 0
+        self._answers = deque(answers)
+        self._waiting: deque[int] = deque()
+
+    def send(self, call: Call) -> int:
+        is_local = call.opcode == wire.Opcode.PUT_LOCAL
+        put = sharing.decode_put_local(call.body)[1] if is_local else wire.decode_put(call.body)
+        self.sent.append((call.opcode, [row.name.key for row in put.rows]))
+        self._waiting.append(len(self.sent))
+        self.under_way_max = max(self.under_way_max, len(self._waiting))
+        return len(self.sent)
+
+    def take(self, opcode: wire.Opcode, request_id: int, receive: Callable[..., Any]) -> Sequence[PutOutcome]:
+        assert self._waiting.popleft() == request_id
+        assert self.sent[request_id - 1][0] == opcode
+        answer = self._answers.popleft()
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    def put(self, batch: Submission) -> None:
+        submission.put(cast(Hold, self), batch)
+
+
+def a_submission(sizes: Sequence[int]) -> Submission:
+    names = a_chain(SPACE, len(sizes)).names
+    puts = [BlockPut(name, 4, bytes(size)) for name, size in zip(names, sizes, strict=True)]
+    return Submission(SPACE, AGENT, "os", puts, [memoryview(put.payload) for put in puts])
+
+
+def keys_of(batch: Submission, *positions: int) -> list[bytes]:
+    return [batch.blocks[at].name.key for at in positions]
+
+
+def test_parts_have_at_most_their_bytes_or_one_block() -> None:
+    """In order, without a gap; no block is cut."""
+    assert list(a_submission([]).parts()) == []
+    sizes = [PART_BYTES, 1, PART_BYTES - 1, 1, PART_BYTES + 1, 1]
+    assert list(a_submission(sizes).parts()) == [[0], [1, 2], [3], [4], [5]]
+    many = list(a_submission([1] * (limits.BATCH_BLOCKS_MAX + 1)).parts())
+    assert [len(part) for part in many] == [limits.BATCH_BLOCKS_MAX, 1]
+
+
+def test_some_parts_are_under_way_at_once_and_no_more() -> None:
+    """While one is written the next is sent; a slot of the arena is not filled again before its answer came."""
+    batch = a_submission([SIZE] * 9)
+    hold = FakeHold([[STORED] * 2] * 4 + [[STORED]])
+    hold.put(batch)
+    assert hold.under_way_max == PARTS
+    assert [len(keys) for _, keys in hold.sent] == [2, 2, 2, 2, 1]
+    assert batch.outcomes == [STORED] * 9
+
+
+def test_a_refused_part_refuses_only_its_blocks() -> None:
+    batch = a_submission([SIZE] * 6)
+    FakeHold([[STORED] * 2, CapacityProtected("all is pinned"), [STORED] * 2]).put(batch)
+    assert batch.outcomes == [STORED, STORED, REFUSED, REFUSED, STORED, STORED]
+
+
+def test_a_part_that_met_an_overloaded_node_may_be_sent_again_alone() -> None:
+    """The others are stored by then; what was refused to the end is REFUSED, and nothing else."""
+    batch = a_submission([SIZE] * 6)
+    with pytest.raises(Overloaded):
+        FakeHold([[STORED] * 2, Overloaded("no room"), [STORED] * 2]).put(batch)
+    again = FakeHold([Overloaded("still none")])
+    with pytest.raises(Overloaded):
+        again.put(batch)
+    assert [keys for _, keys in again.sent] == [keys_of(batch, 2, 3)]
+    batch.refuse_the_rest()
+    assert batch.outcomes == [STORED, STORED, REFUSED, REFUSED, STORED, STORED]
+
+
+def test_another_attempt_sends_what_was_not_answered() -> None:
+    """The connection breaks after one part of four was answered: what it said stays said."""
+    batch = a_submission([SIZE] * 8)
+    with pytest.raises(Unavailable):
+        FakeHold([[STORED, REFUSED], Unavailable("gone")]).put(batch)
+    assert batch.outcomes == [STORED, REFUSED] + [UNREACHABLE] * 6
+    again = FakeHold([[PutOutcome.TOUCHED] * 2, [STORED] * 2, [STORED] * 2])
+    again.put(batch)
+    assert [keys for _, keys in again.sent] == [keys_of(batch, at, at + 1) for at in (2, 4, 6)]
+    assert batch.outcomes == [STORED, REFUSED, PutOutcome.TOUCHED, PutOutcome.TOUCHED] + [STORED] * 4
+
+
+def test_what_is_said_against_the_request_is_raised_after_the_other_answers() -> None:
+    """Nothing more is sent, and nothing stays outstanding: the connection can be used again."""
+    batch = a_submission([SIZE] * 10)
+    hold = FakeHold([SpaceUnknown("never heard of it")] * 2)
+    with pytest.raises(SpaceUnknown):
+        hold.put(batch)
+    assert len(hold.sent) == PARTS
+    assert not hold._waiting
+
+
+def test_another_number_of_outcomes_than_blocks_is_not_believed() -> None:
+    batch = a_submission([SIZE] * 2)
+    with pytest.raises(ProtocolError):
+        FakeHold([[STORED]]).put(batch)
+    assert batch.outcomes == [UNREACHABLE] * 2
+
+
+def test_a_block_too_large_for_the_arena_goes_alone_through_the_socket() -> None:
+    """The others go through the arena all the same."""
+    arena, fd = Arena.create()
+    try:
+        batch = a_submission([SIZE, PART_BYTES + 1, SIZE])
+        hold = FakeHold([[STORED]] * 3, arena)
+        hold.put(batch)
+        assert [opcode for opcode, _ in hold.sent] == [wire.Opcode.PUT_LOCAL, wire.Opcode.PUT, wire.Opcode.PUT_LOCAL]
+        assert batch.outcomes == [STORED] * 3
+    finally:
+        arena.close()
+        os.close(fd)
+
+
+# --- with a daemon --------------------------------------------------------------------------------------------------
+
+
+class Partly(MemoryStore):
+    """Refuses whatever comes together with one block."""
+
+    refused: BlockName
+
+    def put(self, space_id: Any, blocks: Any, **options: Any) -> list[PutOutcome]:
+        if any(block.name.key == self.refused.key for block in blocks):
+            raise Overloaded("not with this one")
+        return super().put(space_id, blocks, **options)
+
+
+def test_a_part_that_the_daemon_refuses_leaves_the_others_stored(folder: Path) -> None:
+    backend = Partly(ManualClock())
+    with served(backend, folder) as server, client_of(server.addresses[0], connections_per_node=1) as client:
+        space = client.register_space(a_space())
+        names = list(a_chain(space, 6).names)
+        backend.refused = names[2]
+        outcomes = client.put(space, puts_of(names, SIZE), traffic_class=AGENT)
+        assert outcomes == [STORED, STORED, REFUSED, REFUSED, STORED, STORED]
+        assert client.stats()["client"]["refused"] == 2
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["tcp", "same host"])
+def test_many_parts_of_a_space_that_the_daemon_forgot(folder: Path, way: int) -> None:
+    """It is told and the parts are sent again, on the connection that there was; every block comes back."""
+    config = NodeConfig(directories=(folder / "data",), capacity_bytes=128 * limits.MIB, segment_bytes=8 * limits.MIB)
+    node = Node.open(config, ManualClock(), TEST_RULES)
+    with served(node, folder) as server, client_of(server.addresses[way], connections_per_node=1) as client:
+        space = client.register_space(a_space())
+        names = list(a_chain(space, 7).names)
+        puts = puts_of(names, SIZE)
+        assert client.put(space, puts[:1], traffic_class=AGENT) == [STORED]
+        before = server.connections
+        node.delete_space(space)
+        cast(Any, node._catalog.content.spaces).pop(space)
+        assert client.put(space, puts, traffic_class=AGENT) == [STORED] * 7
+        assert server.connections == before
+        check(client, space, puts)
+    node.close()
+
+
+def check(client: StoreClient, space: SpaceId, puts: Sequence[BlockPut]) -> None:
+    buffers = [bytearray(len(put.payload)) for put in puts]
+    statuses = client.get_into(space, [put.name for put in puts], buffers)
+    assert statuses == [GetStatus.OK] * len(puts)
+    assert buffers == [put.payload for put in puts]
