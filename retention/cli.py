@@ -1,4 +1,4 @@
-"""The command `retention`: show, sweep, pins, purge and plan, against one or more nodes.
+"""The command `retention`: show, sweep, pins, purge, plan and simulate, against one or more nodes.
 
 Owns options and confirmation. Decides nothing itself: it reads, asks the pure modules, shows, and (only with
 ``--apply``) acts. Does not know how a store is reached, nor how errors become exit codes.
@@ -30,6 +30,7 @@ from retention.policy import parse_keep_for
 from retention.policy_cli import add_policy
 from retention.purge import Purge, match_space, parse_key, purge_prefix, purge_spaces, spaces_of_tenant
 from retention.session import EXIT_FAILED, EXIT_NOTHING, OpenStore, Session, Sessions, dry_hint, open_store
+from retention.simulate import add_simulate
 from retention.survey import survey_nodes
 from retention.sweeper import SweepReport, sweep_loop, sweep_once
 
@@ -63,6 +64,7 @@ def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) ->
     _add_pins(app, sessions)
     _add_purge(app, sessions)
     add_plan(app)
+    add_simulate(app)
     return app
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.capacity import FIRST_RECORD, VolumeLayout, blocks_max, divide, record_bytes
-from kvstore.limits import BATCH_BLOCKS_MAX, SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_MIN
+from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.placement import Placement
 from kvstore.traffic import ClassRules
-from retention.volume import NEVER_S, Blocks, Counts, Shelf, Volume
+from retention.volume import Blocks, Counts, Shelf, Volume
 from retention.workload import Request, Workload
 
 SWEEP_EVERY_S = 300
 SAMPLES = 200
 """How often, evenly over the time of the trace, it is looked what is kept."""
-UNBOUNDED_SEGMENTS = 2**40
+UNBOUNDED_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,7 @@ class Setting:
     @property
     def layout(self) -> VolumeLayout:
         """Raises VolumeError where the capacity is too small for a store."""
-        if self.capacity_bytes is not None:
-            return divide(self.capacity_bytes, self.segment_bytes)
-        segment_bytes = max(self.segment_bytes or SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_MIN)
-        return VolumeLayout(UNBOUNDED_SEGMENTS * (segment_bytes + FIRST_RECORD), segment_bytes, 0, 0)
+        return divide(UNBOUNDED_BYTES if self.capacity_bytes is None else self.capacity_bytes, self.segment_bytes)
 
     @property
     def record_bytes(self) -> int:
@@ -101,6 +98,7 @@ class Outcome:
     counts: list[dict[int, Counts]] = field(default_factory=list)
     keeping: dict[int, Keeping] = field(default_factory=dict)
     node_keeping: list[Keeping] = field(default_factory=list)
+    all_keeping: Keeping = field(default_factory=Keeping)
     samples: int = 0
     segments_recycled: int = 0
 
@@ -155,7 +153,6 @@ class Replay:
 
     def __init__(self, workload: Workload, setting: Setting) -> None:
         layout = setting.layout
-        bounded = setting.capacity_bytes is not None
         shelf = Shelf(workload.before, setting.slots)
         self.shelf = shelf
         self._setting = setting
@@ -165,8 +162,8 @@ class Replay:
                 setting.rules,
                 setting.record_bytes,
                 layout.segment_bytes,
-                layout.segments_max if bounded else UNBOUNDED_SEGMENTS,
-                blocks_max(layout.index_budget_bytes) if bounded else NEVER_S,
+                layout.segments_max,
+                blocks_max(layout.index_budget_bytes),
             )
             for _ in range(setting.nodes)
         ]
@@ -244,6 +241,7 @@ class Replay:
                 totals[class_byte] = blocks + item.blocks, segments + item.segments
         for class_byte in {*totals, *outcome.keeping}:
             outcome.keeping.setdefault(class_byte, Keeping()).add(*totals.get(class_byte, (0, 0)))
+        outcome.all_keeping.add(sum(item[0] for item in totals.values()), sum(item[1] for item in totals.values()))
 
 
 def hit_rate(traffic: ClassTraffic) -> float:
