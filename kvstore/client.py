@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvstore import control, limits, receive, submission, transfer, wire
@@ -149,9 +148,6 @@ class StoreClient:
         if len(names) > limits.LOOKUP_KEYS_MAX:
             raise ValueError(f"a lookup has at most {limits.LOOKUP_KEYS_MAX} keys, not {len(names)}")
         ends_s = self._fleet.ends_s(deadline_s)
-        presence = np.full(len(names), Presence.UNREACHABLE, np.uint8)
-        flags = np.zeros(len(names), np.uint8)
-        payload_bytes = np.zeros(len(names), np.uint32)
         groups = self._fleet.group(names)
         if states:
             groups.setdefault(self._fleet.placement.owner(space_id), [])
@@ -159,28 +155,20 @@ class StoreClient:
         answers: dict[int, Lookup] = {}
 
         def ask(node: int, positions: Sequence[int]) -> None:
-            body = wire.encode_lookup(space_id, packed.take(positions), states=states)
-            answer = self._fleet.exchange(node, Call(wire.Opcode.LOOKUP, body), ends_s, receive.take_lookup)
+            call = Call(wire.Opcode.LOOKUP, wire.encode_lookup(space_id, packed.take(positions), states=states))
+            size = wire.lookup_reply_bytes(len(positions))
+            answer = self._fleet.converse(
+                node, call, ends_s, lambda hold: hold.ask_sized(call, size, receive.take_lookup)
+            )
             if len(answer.presence) != len(positions):
                 raise ProtocolError(f"node {self._fleet.name(node)} answered another number of keys than asked")
             answers[node] = answer
 
         failures = self._fleet.run([job(ask, node, positions) for node, positions in groups.items()], ends_s)
         raise_loud(failures)
-        entries: list[StateEntry] = []
-        for node, answer in answers.items():
-            at = _index(groups[node])
-            presence[at], flags[at], payload_bytes[at] = answer.presence, answer.flags, answer.payload_bytes
-            entries += [_renumbered(entry, groups[node]) for entry in answer.states]
-        entries.sort(key=lambda entry: (entry.block_index, entry.tail_tokens), reverse=True)
-        return Lookup(
-            presence,
-            flags,
-            payload_bytes,
-            tuple(entries[: limits.STATES_PER_LOOKUP_MAX]),
-            complete=len(answers) == len(groups) and all(answer.complete for answer in answers.values()),
-            load_s_estimate=max((answer.load_s_estimate for answer in answers.values()), default=0.0),
-        )
+        if len(answers) == len(groups) == 1 and next(iter(groups.values())) == range(len(names)):
+            return next(iter(answers.values()))
+        return _joined(answers, groups, len(names))
 
     def get_into(
         self,
@@ -625,11 +613,25 @@ class StoreClient:
 # --- small pure helpers ---------------------------------------------------------------------------------------------
 
 
-def _index(positions: Sequence[int]) -> slice | npt.NDArray[np.int64]:
-    """Positions as what a column is indexed by; of a range without a step for each."""
-    if isinstance(positions, range):
-        return slice(positions.start, positions.stop)
-    return np.asarray(positions, np.int64)
+def _joined(answers: Mapping[int, Lookup], groups: Mapping[int, Sequence[int]], count: int) -> Lookup:
+    """The answer about all keys, of those that nodes gave about theirs. ``groups``: which these are."""
+    presence = np.full(count, Presence.UNREACHABLE, np.uint8)
+    flags = np.zeros(count, np.uint8)
+    payload_bytes = np.zeros(count, np.uint32)
+    entries: list[StateEntry] = []
+    for node, answer in answers.items():
+        at = np.asarray(groups[node], np.intp)
+        presence[at], flags[at], payload_bytes[at] = answer.presence, answer.flags, answer.payload_bytes
+        entries += [_renumbered(entry, groups[node]) for entry in answer.states]
+    entries.sort(key=lambda entry: (entry.block_index, entry.tail_tokens), reverse=True)
+    return Lookup(
+        presence,
+        flags,
+        payload_bytes,
+        tuple(entries[: limits.STATES_PER_LOOKUP_MAX]),
+        complete=len(answers) == len(groups) and all(answer.complete for answer in answers.values()),
+        load_s_estimate=max((answer.load_s_estimate for answer in answers.values()), default=0.0),
+    )
 
 
 def _renumbered(entry: StateEntry, positions: Sequence[int]) -> StateEntry:

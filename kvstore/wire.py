@@ -55,6 +55,7 @@ _STATE = struct.Struct("<32s32s32sQIBxxxQ")
 _STATE_REPLY = struct.Struct("<BBxxxxxxQ")
 _ERROR = struct.Struct("<HHd")
 
+_PRESENCE_MAX = max(Presence)
 _ZERO_KEY = BlockKey(bytes(limits.KEY_BYTES))
 
 
@@ -319,6 +320,11 @@ def encode_lookup_reply(answer: Lookup) -> bytes:
     )
 
 
+def lookup_reply_bytes(count: int) -> int:
+    """Length of an answer about so many keys, if no state comes with it."""
+    return _LOOKUP_REPLY.size + 6 * count
+
+
 def decode_lookup_reply(body: bytes) -> Lookup:
     reader = Reader(body, "LOOKUP reply")
     count, state_count, complete, load_s_estimate = reader.unpack(_LOOKUP_REPLY)
@@ -327,7 +333,7 @@ def decode_lookup_reply(body: bytes) -> Lookup:
     presence = np.frombuffer(reader.take(count), np.uint8)
     flags = np.frombuffer(reader.take(count), np.uint8)
     payload_bytes = np.frombuffer(reader.take(4 * count), "<u4")
-    if count and int(presence.max()) > max(Presence):
+    if count and int(presence.max()) > _PRESENCE_MAX:
         raise ProtocolError(f"LOOKUP reply carries an unknown presence {int(presence.max())}")
     states = []
     for _ in range(state_count):

@@ -21,7 +21,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 Words = npt.NDArray[np.uint64]
 
 WORD_MAX = 2**64 - 1
-_FEW = 16
+_FEW = 8
 """Chains that are walked one by one: a step for many costs as much as some tens of steps for one."""
 _BUCKETS_FIRST = 1024
 _ROWS_FIRST = 1024
@@ -64,20 +64,21 @@ class FingerprintTable:
 
     def find(self, fingerprints: Words) -> Slots:
         """The slot of each fingerprint, or -1."""
-        slots = self._heads[self._buckets(fingerprints)].astype(np.int64) - 1
-        hit = self.fingerprints[slots] == fingerprints  # at a slot of -1 by chance: found is -1 all the same
-        found: Slots = np.where(hit, slots, -1)
-        pending = np.flatnonzero(~hit & (slots >= 0))
-        slots = slots[pending]
+        slots: Slots = self._heads.take(self._buckets(fingerprints)).astype(np.int64)
+        slots -= 1
+        wrong = self.fingerprints.take(slots) != fingerprints  # at a slot of -1 by chance not: it is -1 all the same
+        wrong &= slots >= 0
+        pending = wrong.nonzero()[0]
         while pending.size > _FEW:
-            slots = self._next[slots].astype(np.int64) - 1
-            hit = self.fingerprints[slots] == fingerprints[pending]
-            found[pending] = np.where(hit, slots, -1)
-            going = np.flatnonzero(~hit & (slots >= 0))
-            pending, slots = pending[going], slots[going]
-        for position, slot in zip(pending.tolist(), slots.tolist(), strict=True):
-            found[position] = self._along(self._next.item(slot), fingerprints.item(position))
-        return found
+            behind = self._next.take(slots.take(pending)).astype(np.int64)
+            behind -= 1
+            slots[pending] = behind
+            wrong = self.fingerprints.take(behind) != fingerprints.take(pending)
+            wrong &= behind >= 0
+            pending = pending[wrong]
+        for position in pending.tolist():
+            slots[position] = self._along(self._next.item(slots.item(position)), fingerprints.item(position))
+        return slots
 
     def find_one(self, fingerprint: int) -> int:
         """As ``find``, of one."""
@@ -133,14 +134,16 @@ class FingerprintTable:
         self._free[self._freed : needed] = slots
         self._freed = needed
 
-    def _buckets(self, fingerprints: Words) -> npt.NDArray[np.uint64]:
-        mixed = (fingerprints ^ self._seed) * self._factor
+    def _buckets(self, fingerprints: Words) -> Slots:
+        mixed = fingerprints ^ self._seed
+        mixed *= self._factor
         mixed ^= mixed >> _WORD_BITS
         mixed *= self._second
         mixed >>= _HALF_BITS
         mixed &= np.uint64(2 * self._level - 1)
-        mixed -= np.uint64(self._level) * (mixed >= np.uint64(self._level + self._split))
-        return mixed
+        buckets = mixed.view(np.int64)
+        buckets -= self._level * (buckets >= self._level + self._split)
+        return buckets
 
     def _bucket(self, fingerprint: int) -> int:
         """``_buckets`` of one."""
@@ -166,7 +169,7 @@ class FingerprintTable:
         self._next[slots] = behind
         self._heads[buckets[first]] = slots[first] + 1
 
-    def _take_chains(self, buckets: npt.NDArray[np.uint64]) -> Slots:
+    def _take_chains(self, buckets: Slots) -> Slots:
         """Empty these buckets; what was in them."""
         at = self._heads[buckets]
         self._heads[buckets] = 0
@@ -179,7 +182,7 @@ class FingerprintTable:
     def _split_to(self, buckets_wanted: int) -> None:
         while self._level + self._split < buckets_wanted:
             count = min(buckets_wanted - self._level - self._split, self._level - self._split)
-            moved = self._take_chains(np.arange(self._split, self._split + count, dtype=np.uint64))
+            moved = self._take_chains(np.arange(self._split, self._split + count))
             self._split += count
             if self._split == self._level:
                 self._level, self._split = 2 * self._level, 0

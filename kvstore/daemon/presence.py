@@ -34,6 +34,7 @@ Touches = tuple[tuple[int, int], ...]
 FOREVER_S = 2**62
 """End of a pin without an end."""
 _ROWS_FIRST = 1024
+_PRESENT, _EXPIRED = np.uint8(Presence.PRESENT), np.uint8(Presence.EXPIRED)
 _MORE = np.uint16(0x8000)
 """In ``_units``: this row has further touches or a pin, in dictionaries."""
 _PLACE_BITS = np.uint64(32)
@@ -148,11 +149,10 @@ class PresenceMap:
 
     def matches(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words | None) -> npt.NDArray[np.bool_]:
         """Whether rows are of this space and (where given) of these keys and token digests; a slot of -1 is not."""
-        same: npt.NDArray[np.bool_] = (slots >= 0) & (
-            self.shapes.space[self._shape[slots]] == self.shapes.space_number(space_id)
-        )
+        same: npt.NDArray[np.bool_] = slots >= 0
+        same &= self.shapes.space.take(self._shape.take(slots)) == self.shapes.space_number(space_id)
         if digests is not None:
-            same &= self._checks[slots] == self._check(words, digests)
+            same &= self._checks.take(slots) == self._check(words, digests)
         return same
 
     def find(self, space_id: SpaceId, key: BlockKey, token_digest: TokenDigest) -> int:
@@ -162,24 +162,38 @@ class PresenceMap:
             return -1
         return slot if self._checks.item(slot) == self._check_one(key, token_digest) else -1
 
-    def presence(
-        self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float
-    ) -> npt.NDArray[np.uint8]:
-        """``Presence`` of each key asked, as one vector."""
-        answer = np.zeros(len(slots), dtype=np.uint8)
-        same = np.flatnonzero(self.matches(slots, words, space_id, digests))
-        alive = self.alive(slots[same], now_s)
-        answer[same] = np.where(alive, np.uint8(Presence.PRESENT), np.uint8(Presence.EXPIRED))
-        if len(self.tombstones) and len(same) < len(slots):
-            absent = np.flatnonzero(slots < 0)
-            answer[absent] = self.tombstones.reasons(np.ascontiguousarray(words[absent, 0]))
-        return answer
+    def answer(
+        self, words: Words, space_id: SpaceId, digests: Words, now_s: float
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
+        """``Presence``, flags and payload bytes of each key asked; flags and bytes are 0 where it is not PRESENT."""
+        slots, count = self.slots(words), len(words)
+        presence, flags = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+        payload_bytes = np.zeros(count, np.uint32)
+        same = self._same(slots, words, space_id, digests)
+        if same.size:
+            rows = slots.take(same)
+            alive, shape = self.alive(rows, now_s), self._shape.take(rows)
+            presence[same] = np.where(alive, _PRESENT, _EXPIRED)
+            flags[same] = self.shapes.flags.take(shape) * alive
+            payload_bytes[same] = self.shapes.payload_bytes.take(shape) * alive
+        if len(self.tombstones) and same.size < count:
+            absent = (slots < 0).nonzero()[0]
+            presence[absent] = self.tombstones.reasons(words[absent, 0])
+        return presence, flags, payload_bytes
 
     def served(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float) -> Slots:
         """Positions of the keys asked that hold a living row of this space and token digest."""
-        found = np.flatnonzero(self.matches(slots, words, space_id, digests))
-        places: Slots = found[self.alive(slots[found], now_s)]
+        found = self._same(slots, words, space_id, digests)
+        places: Slots = found[self.alive(slots.take(found), now_s)]
         return places
+
+    def _same(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words) -> Slots:
+        """Positions where ``matches`` is true; the work is that for the slots that are one."""
+        found: Slots = (slots >= 0).nonzero()[0]
+        if found.size < len(slots):
+            slots, words, digests = slots[found], words[found], digests[found]
+        same = self.matches(slots, words, space_id, digests) if found.size else np.zeros(0, bool)
+        return found if same.all() else found[same]
 
     # columns of given slots
 
@@ -204,9 +218,9 @@ class PresenceMap:
 
     def alive(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
         """Whether each is not past its deadline."""
-        alive: npt.NDArray[np.bool_] = self._touch_s[slots] + self.keep_for_s[self._class[slots]] > now_s
-        doubtful = np.flatnonzero(~alive & ((self._units[slots] & _MORE) != 0))
-        if doubtful.size:
+        alive: npt.NDArray[np.bool_] = self._touch_s.take(slots) + self.keep_for_s.take(self._class.take(slots)) > now_s
+        if not alive.all():
+            doubtful = np.flatnonzero(~alive & ((self._units.take(slots) & _MORE) != 0))
             alive[doubtful] = self.until_s(slots[doubtful]) > now_s
         return alive
 
@@ -448,7 +462,8 @@ class PresenceMap:
         mixed = words[:, 1] * self._secrets[0]
         for at, word in enumerate((words[:, 2], words[:, 3], digests[:, 0], digests[:, 1]), 1):
             mixed ^= mixed >> _WORD
-            mixed = (mixed ^ word) * self._secrets[at]
+            mixed ^= word
+            mixed *= self._secrets[at]
         return np.asarray(mixed >> _PLACE_BITS, dtype=np.uint32)
 
     def _check_one(self, key: BlockKey, token_digest: TokenDigest) -> int:

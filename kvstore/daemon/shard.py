@@ -184,13 +184,7 @@ class Shard:
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """``Presence``, flags and payload bytes of each key; flags and bytes are 0 where it is not PRESENT."""
         with self._ledger.lock:
-            presence = self._ledger.presence
-            slots = presence.slots(words)
-            answer = presence.presence(slots, words, space_id, digests, now_s)
-            here = answer == Presence.PRESENT
-            shape = presence.shape_of(slots)
-            flags = np.where(here, presence.shapes.flags[shape], np.uint8(0))
-            return answer, flags, np.where(here, presence.shapes.payload_bytes[shape], np.uint32(0))
+            return self._ledger.presence.answer(words, space_id, digests, now_s)
 
     def has(self, key: BlockKey) -> bool:
         """Whether a record of the key is here, served or not."""

@@ -68,7 +68,7 @@ def ask(
 ) -> list[int]:
     words = key_words(b"".join(keys))
     asked = digest_words(digests or b"".join(key[:16] for key in keys))
-    return presence.presence(presence.slots(words), words, space, asked, now_s).tolist()
+    return presence.answer(words, space, asked, now_s)[0].tolist()
 
 
 def until_s(presence: PresenceMap) -> int:
