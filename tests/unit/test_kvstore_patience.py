@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from kvstore import submission
 from kvstore.client import StoreClient
 from kvstore.daemon.node import Node
 from kvstore.errors import Overloaded
 from kvstore.keys import SpaceId, StateName
 from kvstore.patience import SPREAD, TRIES_MAX, Patience
-from kvstore.store import GetStatus, PutOutcome
+from kvstore.store import BlockPut, GetStatus, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
 from tests.support.nodes import puts_of
@@ -118,6 +119,23 @@ def test_a_put_waits_for_an_overloaded_node(busy: Busy) -> None:
     assert busy.asked == TRIES_MAX
     assert busy.client.stats()["client"]["waited"] == TRIES_MAX - 1
     assert busy.client.stats()["client"]["refused"] == 0
+
+
+def test_only_what_was_refused_is_put_again(busy: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch in three parts the second finds no room: the others are stored once, and it is stored later."""
+    monkeypatch.setattr(submission, "PART_BYTES", 2 * SIZE)
+    store, asked = busy.node.put, []
+
+    def put(space_id: SpaceId, blocks: Sequence[BlockPut], **options: Any) -> list[PutOutcome]:
+        asked.append([block.name.key for block in blocks])
+        if len(asked) == 2:
+            raise Overloaded("busy", 0.01)
+        return store(space_id, blocks, **options)
+
+    busy.node.put = put  # type: ignore[assignment, method-assign]
+    assert busy.put(6) == [PutOutcome.STORED] * 6
+    keys = [name.key for name in a_chain(busy.space, 6).names]
+    assert asked == [keys[0:2], keys[2:4], keys[4:6], keys[2:4]]
 
 
 def test_a_put_gives_up_in_the_end(busy: Busy) -> None:

@@ -105,7 +105,7 @@ def requests() -> dict[str, Call]:
         "SHARE": Call(Opcode.SHARE, sharing.encode_share(4096)),
         "EXTENTS": Call(Opcode.EXTENTS, get),
         "RELEASE": Call(Opcode.RELEASE, b""),
-        "PUT_LOCAL": Call(Opcode.PUT_LOCAL, sharing.encode_put_local(0, put)),
+        "PUT_LOCAL": Call(Opcode.PUT_LOCAL, sharing.encode_put_local([], put)),
         "CONFIRM": Call(Opcode.CONFIRM, wire.encode_confirm(SPACE_ID, [NAME.key])),
     }
     space, key, name = SPACE_ID.hex(), NAME.key.hex(), control.name_to_json(NAME)
