@@ -1,14 +1,14 @@
-"""An in-memory store and a clock for tests of everything that talks to a store.
+"""An in-memory store for tests of everything that talks to a store.
 
-Owns ``MemoryStore`` (passes the store's contract suite), ``ManualClock`` and the rules that tests use. Does not know of
-disks or sockets. Invariants: every payload is copied on the way in and on the way out, so no caller's buffer is kept;
-time passes only when the clock says so; payload bytes never exceed the capacity.
+Owns ``MemoryStore`` (passes the store's contract suite) and the rules that tests use. Does not know of disks or
+sockets. Invariants: every payload is copied on the way in and on the way out, so no caller's buffer is kept; time
+passes only when the clock says so; payload bytes never exceed the capacity.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,8 @@ import xxhash
 from kvstore import limits, wire
 from kvstore.errors import Overloaded, PolicyConflict, SpaceUnknown
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName, TokenDigest, space_id
+from kvstore.manual_clock import T0_S as T0_S
+from kvstore.manual_clock import ManualClock as ManualClock
 from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport, digest_of_keys
 from kvstore.store import (
     FLAG_APPROXIMATE,
@@ -37,7 +39,7 @@ from kvstore.store import (
     Sighting,
     StateEntry,
 )
-from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from kvstore.traffic import AGENT, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
 
 DAY_S = 86_400
 TEST_RULES = ClassRules(
@@ -47,23 +49,6 @@ TEST_RULES = ClassRules(
     )
 )
 """Agent 3 days, chat 7 days: the numbers of the default policy."""
-T0_S = 1_800_000_000.0
-"""Where a ManualClock starts: a whole second, so that sums are exact."""
-
-
-class ManualClock:
-    """Time that moves only when told to."""
-
-    def __init__(self, now_s: float = T0_S) -> None:
-        self._now_s = now_s
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError("time does not run backwards")
-        self._now_s += seconds
 
 
 @dataclass(slots=True)
@@ -159,6 +144,10 @@ class MemoryStore:
             ("hits", "misses", "puts", "touches", "corrupt", "quarantined", "evicted", "expired", "refused", "purged"),
             0,
         )
+        self._counts["declined"] = 0
+        self._offered: set[BlockKey] = set()
+        self._written_bytes: Counter[tuple[int, int]] = Counter()
+        """Of new blocks, by class and day."""
 
     # --- data plane -------------------------------------------------------------------------------------------------
 
@@ -266,6 +255,9 @@ class MemoryStore:
             old.touches[traffic_class] = max(now_s, old.touches.get(traffic_class, 0))
             self._counts["touches"] += 1
             return PutOutcome.TOUCHED
+        if block.name.key not in self._blocks and not self._wants(block.name.key, len(payload), traffic_class, now_s):
+            self._counts["declined"] += 1
+            return PutOutcome.DECLINED
         freed = len(self._blocks[block.name.key].payload) if block.name.key in self._blocks else 0
         if not self._make_room(len(payload) - freed, keep=block.name.key):
             self._counts["refused"] += 1
@@ -279,6 +271,20 @@ class MemoryStore:
         self._tombstones.pop(block.name.key, None)
         self._counts["puts"] += 1
         return PutOutcome.REPLACED if replaces else PutOutcome.STORED
+
+    def _wants(self, key: BlockKey, payload_bytes: int, traffic_class: TrafficClass, now_s: int) -> bool:
+        """Whether the rule of its class wants a new block. Keys offered once are never forgotten here."""
+        rule = self._policy.rules.by_byte(traffic_class)
+        if rule is None:
+            return True
+        if rule.admission == SECOND_TOUCH and key not in self._offered:
+            self._offered.add(key)
+            return False
+        day = (traffic_class, now_s // DAY_S)
+        if rule.write_budget_bytes and self._written_bytes[day] + payload_bytes > rule.write_budget_bytes:
+            return False
+        self._written_bytes[day] += payload_bytes
+        return True
 
     def touch(
         self,

@@ -471,6 +471,23 @@ def test_policy_changes_by_compare_and_set(under_test: Subject, store: Any, spac
     assert store.policy() == after
 
 
+def test_a_class_may_decline_what_is_offered_once_and_what_is_beyond_its_budget(store: Any, space: SpaceId) -> None:
+    """DECLINED is not stored, and no refusal; offered again it is stored; another class is not asked."""
+    once, again, other = (a_chain(space, 3, seed=seed) for seed in (1, 2, 3))
+    agent = ClassRule(AGENT, "agent", DAY_S, admission="second_touch")
+    chat = ClassRule(CHAT, "chat", DAY_S, write_budget_bytes=1)
+    version = store.policy().version
+    store.set_policy(ClassRules((agent, chat)), "", expected_version=version, apply=True)
+    assert store.policy().rules.rules == (agent, chat)
+    assert put(store, once) == put(store, again) == [PutOutcome.DECLINED] * 3
+    assert presences(store, again) == {Presence.NEVER}
+    assert put(store, again) == [PutOutcome.STORED] * 3
+    assert put(store, again) == [PutOutcome.TOUCHED] * 3
+    assert put(store, again, CHAT) == [PutOutcome.TOUCHED] * 3
+    assert put(store, other, CHAT) == [PutOutcome.DECLINED] * 3
+    assert (store.stats()["declined"], store.stats()["refused"]) == (9, 0)
+
+
 def test_every_policy_so_far_is_remembered(under_test: Subject, store: Any) -> None:
     """Each with its version, its time and who changed it, the one in force last; a preview leaves no trace."""
     first = store.policy()

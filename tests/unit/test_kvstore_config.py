@@ -54,6 +54,13 @@ def test_bad_settings_are_named(tmp_path: Path, text: str, says: str) -> None:
         load_config(path, {})
 
 
+@pytest.mark.parametrize(
+    ("text", "free_min_bytes"), [(None, None), ("20GiB", 20 * 2**30), ("0", 0), ("off", 0), ("0B", 0)]
+)
+def test_space_left_free_is_a_share_unless_told(text: str | None, free_min_bytes: int | None) -> None:
+    assert load_config(None, {**GIVEN, "free_min": text}).free_min_bytes == free_min_bytes
+
+
 def test_a_missing_setting_is_asked_for() -> None:
     with pytest.raises(ValueError, match="--data DIR"):
         load_config(None, {"capacity": "1GiB"})

@@ -14,7 +14,7 @@ from kvstore.cli import _print_stats
 from kvstore.daemon.files import Files
 from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.node import Node, NodeConfig
-from kvstore.errors import Overloaded, StoreError, Unavailable, VolumeError
+from kvstore.errors import DeadlineExceeded, Overloaded, StoreError, Unavailable, VolumeError
 from kvstore.keys import BlockName
 from kvstore.limits import MIB
 from kvstore.store import GetStatus, Presence, PutOutcome
@@ -142,6 +142,22 @@ def test_a_volume_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.Captu
     gone = node.lookup(space, fresh).presence
     assert Presence.PRESENT not in gone
     files.bad = None
+    node.close()
+
+
+def test_a_volume_that_stands_still_makes_only_its_own_puts_late(tmp_path: Path) -> None:
+    """Its blocks are UNREACHABLE when the deadline has passed; where all stand still, the whole put is late."""
+    node = _open(tmp_path, Volumes())
+    space, names = node.register_space(a_space()), _names(node)
+    stuck = next(shard for shard in node._shards if shard.volume.path.name == "volume-1")
+    with stuck._writer:
+        outcomes = node.put(space, puts_of(names, SIZE), traffic_class=AGENT, deadline_s=0.2)
+        assert outcomes == [
+            PutOutcome.UNREACHABLE if _home(node, name) == "volume-1" else PutOutcome.STORED for name in names
+        ]
+        mine = [name for name in names if _home(node, name) == "volume-1"]
+        with pytest.raises(DeadlineExceeded):
+            node.put(space, puts_of(mine, SIZE), traffic_class=AGENT, deadline_s=0.05)
     node.close()
 
 
