@@ -173,6 +173,8 @@ def _print_stats(address: str, stats: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Mapping):
             for key, inner in value.items():
+                if isinstance(inner, (list, Mapping)):
+                    continue  # for programs
                 table.add_row(f"{name} {str(key)[:16]}", _shown(name, inner))
         else:
             table.add_row(name, _shown(name, value))

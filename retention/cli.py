@@ -1,4 +1,4 @@
-"""The command `retention`: show, sweep, pins, purge, plan and simulate, against one or more nodes.
+"""The command `retention`: show, sweep, pins, purge, plan, forecast and simulate, against one or more nodes.
 
 Owns options and confirmation. Decides nothing itself: it reads, asks the pure modules, shows, and (only with
 ``--apply``) acts. Does not know how a store is reached, nor how errors become exit codes.
@@ -22,9 +22,10 @@ from kvstore.store import Clock, Effect, SystemClock
 from kvstore.units import parse_duration_s
 from retention import report
 from retention.errors import NothingMatched
+from retention.forecast_cli import add_forecast
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption
-from retention.outlook import add_plan
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
+from retention.plan_cli import add_plan
 from retention.planner import Totals, by_class, by_space
 from retention.policy import parse_keep_for
 from retention.policy_cli import add_policy
@@ -65,6 +66,7 @@ def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) ->
     _add_purge(app, sessions)
     add_plan(app)
     add_simulate(app)
+    add_forecast(app, sessions)
     return app
 
 

@@ -34,7 +34,7 @@ import rocksdbpy
 
 from kvstore.capacity import INDEX_AMPLIFICATION, INDEX_ENTRY_BYTES
 from kvstore.daemon.files import disk_bytes, sync_directory
-from kvstore.daemon.record import RECORD_ALIGN, TOUCHES_MAX, RecordHeader
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX, RecordHeader
 from kvstore.daemon.tombstones import Tombstone
 from kvstore.keys import BlockKey
 from kvstore.limits import GIB, KEY_BYTES, KIB, MIB
@@ -185,6 +185,12 @@ def keys_in(rows: Rows) -> list[BlockKey]:
     """The keys of many index values."""
     data = np.ascontiguousarray(rows["key"]).tobytes()
     return [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
+
+
+def record_bytes_in(rows: Rows) -> npt.NDArray[np.int64]:
+    """Disk bytes of the records of index values."""
+    pages = (rows["stored_bytes"].astype(np.int64) + (HEADER_BYTES + RECORD_ALIGN - 1)) // RECORD_ALIGN
+    return np.asarray(pages * RECORD_ALIGN, dtype=np.int64)
 
 
 def place_words(rows: Rows) -> Places:

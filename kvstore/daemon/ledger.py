@@ -32,7 +32,9 @@ from kvstore.daemon.index import (
     Rows,
     entries_of,
     keys_in,
+    record_bytes_in,
 )
+from kvstore.daemon.ingest import Ingest
 from kvstore.daemon.presence import PresenceMap, digest_words, fingerprint_of, fingerprints_in, key_words
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason, RecordHeader
 from kvstore.daemon.segment import Segment
@@ -113,13 +115,38 @@ def _taken_one(place: Place | None) -> Taken:
     return taken
 
 
+class _Deadlines:
+    """Deadlines of some rows and of their segments, as they are now. The lock is held."""
+
+    def __init__(self, presence: PresenceMap, slots: Slots) -> None:
+        self._presence = presence
+        self._slots = slots
+        self._segments = np.unique(presence.segments_of(slots)).tolist()
+        self._until_s = presence.keep_until_s(slots)
+        self._promises = presence.promises_of(self._segments)
+
+    def lengthened(self) -> tuple[int, int]:
+        """Bytes times the seconds by which they are kept longer by now: of the rows, and of their whole segments."""
+        longer_s = (self._presence.keep_until_s(self._slots) - self._until_s).astype(np.float64)
+        rows_byte_s = int(longer_s @ self._presence.record_bytes_of(self._slots))
+        after = self._presence.promises_of(self._segments)
+        pairs = zip(self._promises, after, strict=True)
+        return rows_byte_s, sum((now_s - then_s) * size for (then_s, size), (now_s, _) in pairs)
+
+
 class Ledger:
     """Thread-safe. ``lock`` (inner) guards the map and leases and is held for microseconds by whoever asks or reads;
     ``journal`` (outer) orders all changes, and is held while the index takes them. Both are reentrant.
     """
 
     def __init__(
-        self, segments: SegmentSet, presence: PresenceMap, index: Index, counters: Counters, events: EventLog
+        self,
+        segments: SegmentSet,
+        presence: PresenceMap,
+        index: Index,
+        counters: Counters,
+        events: EventLog,
+        ingest: Ingest,
     ) -> None:
         self.journal = threading.RLock()
         self.lock = threading.RLock()
@@ -128,6 +155,7 @@ class Ledger:
         self.index = index
         self.counters = counters
         self.events = events
+        self.ingest = ingest
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -257,6 +285,9 @@ class Ledger:
             with self.lock:
                 self.presence.tombstones.forget(buried)
                 self.presence.insert(rows, pins, new=new)
+            if len(added):
+                size_bytes = int(record_bytes_in(added).sum())
+                self.ingest.stored(int(added["class_byte"][0]), len(added), size_bytes, int(added["written_s"][0]))
             if self.events.recording:
                 self.events.stored(added)
 
@@ -278,6 +309,7 @@ class Ledger:
                 if buried:
                     self.presence.tombstones.forget(np.array([fingerprint], dtype=np.uint64))
                 self.presence.insert_one(header, pin_s)
+            self.ingest.stored(header.class_byte, 1, header.record_bytes, header.written_s)
             if self.events.recording:
                 self.events.stored(rows)
 
@@ -285,12 +317,15 @@ class Ledger:
         """Count a use of present blocks by a class."""
         with self.journal:
             with self.lock:
-                worth = self.presence.worth_touching(slots, class_byte, now_s).tolist()
-                changed = np.array(
-                    [slot for slot in worth if self.presence.touch(slot, class_byte, now_s)], dtype=np.int64
-                )
-            if not len(changed):
-                return
+                worth = self.presence.worth_touching(slots, class_byte, now_s)
+                if not len(worth):
+                    return
+                before = _Deadlines(self.presence, worth)
+                touched = [self.presence.touch(slot, class_byte, now_s) for slot in worth.tolist()]
+                changed = worth[np.array(touched, dtype=np.bool_)]
+                if not len(changed):
+                    return
+                self.ingest.lengthened(class_byte, *before.lengthened(), now_s)
             try:
                 found, at = self.index.values(self.presence.places[changed])
                 rows = found.copy()

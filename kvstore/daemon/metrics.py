@@ -32,6 +32,13 @@ COUNTERS = frozenset(
 """Stats that only grow; every other number of ``stats`` is a gauge."""
 
 
+PROMISES = {
+    "promise_ratio": "How long a class lasts at the last day's ingest, over what is promised; above 1: room to grow",
+    "promise_lasts_s": "How long blocks of a class last at the last day's ingest",
+}
+"""Stats about promises, by class."""
+
+
 class ServerMetrics:
     """What one data plane counts."""
 
@@ -93,13 +100,12 @@ class StatsCollector(Collector):
 
 def _labelled(name: str, values: Mapping[str, Any]) -> Iterable[Metric]:
     plain = {key: value for key, value in values.items() if isinstance(value, (int, float))}
-    if plain:
+    if name in PROMISES:
+        add = _family(name, PROMISES[name], ["class"], prefix="reprise_retention_")
+    else:
         add = _family(name, "", ["of"])
-        metric: Metric | None = None
-        for key, value in plain.items():
-            metric = add([key], float(value))
-        if metric is not None:
-            yield metric
+    metrics = [add([key], float(value)) for key, value in plain.items()]
+    yield from metrics[-1:]
 
 
 def _by_volume(volumes: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:

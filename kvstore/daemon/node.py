@@ -51,6 +51,7 @@ from kvstore.limits import (
     SCAN_PAGE_MAX,
     STATE_BYTES_MAX,
 )
+from kvstore.promises import promise_stats
 from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport
 from kvstore.store import (
     BlockInfo,
@@ -496,6 +497,7 @@ class Node:
             "shards": len(self._shards),
             "volumes": {str(shard.volume.path): shard.condition.report(now_s) for shard in self._shards},
             "clock_jumps": self._clock_watch.jumps,
+            **promise_stats([(shard.ingest(int(now_s)), shard.room()) for shard in self._shards], rules),
             "uptime_s": time.monotonic() - self._started_s,
             "class_blocks": by_class(effects, rules, lambda effect: effect.blocks),
             "class_bytes": by_class(effects, rules, lambda effect: effect.payload_bytes),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -283,6 +283,11 @@ class PresenceMap:
     def pinned_slots(self, now_s: float) -> Slots:
         """Rows that a pin holds."""
         return np.array([slot for slot, until_s in self._pins_s.items() if until_s > now_s], dtype=np.int64)
+
+    def promises_of(self, segments: Sequence[int]) -> list[tuple[int, int]]:
+        """The last deadline of each segment as far as it is known, and the bytes of its rows."""
+        held = [self._holdings[number] for number in segments]
+        return [(item.promise_until_s, item.record_bytes) for item in held]
 
     def holdings(self, now_s: int) -> Holdings:
         """What each segment holds now."""

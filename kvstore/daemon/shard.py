@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.capacity import blocks_max
+from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.daemon.bounds import Bounds
 from kvstore.daemon.codec import Codec, decompress
 from kvstore.daemon.columns import Incoming
@@ -35,6 +35,7 @@ from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.fingerprints import Slots, Words
 from kvstore.daemon.index import Index
+from kvstore.daemon.ingest import Ingest
 from kvstore.daemon.intake import SelectiveWriter
 from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.ledger import Ledger, Place, Taken
@@ -54,10 +55,11 @@ from kvstore.daemon.sealing import Sealer
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, account_of, effects_of
-from kvstore.daemon.volume import SCRUB_NAME, Volume, VolumeLayout
+from kvstore.daemon.volume import INGEST_NAME, SCRUB_NAME, Volume, VolumeLayout
 from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId
+from kvstore.promises import ClassIngest, Room
 from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
@@ -140,7 +142,7 @@ class Shard:
                 return PresenceMap(keep_for_table(rules), layout.tombstones_max, expected)
 
             index, presence, recovered = recover_volume(volume, layout, segments.segments, new_map, now_s)
-            ledger = Ledger(segments, presence, index, Counters(), events)
+            ledger = Ledger(segments, presence, index, Counters(), events, Ingest.load(volume.path / INGEST_NAME))
             ledger.mend_index()
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
@@ -434,6 +436,7 @@ class Shard:
                 self._reclaimer.sweep_segment(number, now_s, swept)
         self.condition.keep_books(now_s)
         self._ledger.compact_if_due()
+        self._ledger.ingest.save(self._parts.volume.path / INGEST_NAME)
         return swept
 
     def stats(self, now_s: float) -> dict[str, Any]:
@@ -474,6 +477,17 @@ class Shard:
                 **self._ledger.counters.as_dict(),
             }
 
+    def ingest(self, now_s: int) -> dict[int, ClassIngest]:
+        """What came of each class, by hour."""
+        return self._ledger.ingest.of_classes(now_s)
+
+    def room(self) -> Room:
+        """How much of the segments is in use."""
+        with self._ledger.lock:
+            segments = self._ledger.segments
+            used = segments.segments_max - segments.free_count
+            return Room(self._parts.layout.segment_bytes, segments.segments_max, used, SPARE_SEGMENTS)
+
     def accounting(self) -> dict[str, int]:
         """As ``account_of``."""
         with self._writer, self._ledger.lock:
@@ -491,6 +505,7 @@ class Shard:
             if sync:
                 with contextlib.suppress(OSError):
                     self._ledger.segments.flush()
+                self._ledger.ingest.save(self._parts.volume.path / INGEST_NAME)
             self._ledger.index.close()
             self._ledger.segments.close()
             self._parts.volume.close()

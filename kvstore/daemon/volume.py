@@ -31,6 +31,7 @@ from kvstore.units import format_bytes, format_bytes_short
 VOLUME_VERSION = 1
 LOCK_NAME, FORMAT_NAME, CATALOG_NAME = "LOCK", "FORMAT", "catalog.json"
 SEGMENTS_NAME, INDEX_NAME, SCRUB_NAME, WEAR_NAME = "segments", "index", "scrub.json", "wear.json"
+INGEST_NAME = "ingest.json"
 _KIND = "reprise-kv volume"
 _BYSTANDERS = ("lost+found", LOCK_NAME, "endpoints.json")
 _BYSTANDER_SUFFIXES = (".sock", ".log", ".pid", ".toml", ".tmp")

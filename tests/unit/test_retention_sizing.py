@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from retention.cli import build_app
-from retention.outlook import parse_promises
+from retention.plan_cli import parse_promises
 from retention.session import EXIT_OK, EXIT_USAGE
 from retention.sizing import DAY_S, Demand, Hardware, Prices, equal_shares, size_store
 

@@ -1,4 +1,4 @@
-"""The command of `retention` that looks ahead before anything is bought: plan.
+"""The command retention plan: what a store must be, before anything is bought.
 
 Owns its options, and how sizes, shares and figures are written. Does not know formulas (``sizing`` does). Invariant:
 what an operator did not say is shown as assumed, with where the default comes from.

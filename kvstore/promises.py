@@ -1,0 +1,332 @@
+"""How long blocks of each class really last on a capacity, at the rate at which they come.
+
+Owns the model: what a promise demands, who gives way, when room runs out. Pure. Does not know how anything is counted
+or shown. Invariants: the order of giving way is that of ``reclaim`` (priority, floors, the earliest promise
+first), in whole segments; a class lasts no longer than it is promised.
+
+Source: Little's law (Little 1961): what is there is what comes a second times how long it stays. A touch counts as its
+bytes times the seconds by which it lengthens their promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+from kvstore.traffic import ClassRule, ClassRules
+
+PAGE_BYTES = 4096
+HOUR_S = 3600
+DAY_S = 86_400
+RATIO_MAX = 100.0
+"""A class of which nothing comes could grow without end; said as this."""
+NUMBERS_MAX = 50_000
+"""Numbers in what a node tells of its ingest."""
+_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ClassIngest:
+    """What came of one class by hour, the present hour first. ``since_s``: when counting began.
+
+    ``lengthened_byte_s``: touches, as bytes times the seconds by which their blocks are kept longer;
+    ``segments_byte_s``: the same of the segments that hold them, whole.
+    """
+
+    stored_bytes: tuple[int, ...]
+    lengthened_byte_s: tuple[int, ...]
+    segments_byte_s: tuple[int, ...]
+    blocks: tuple[int, ...]
+    now_s: int
+    since_s: int
+
+    def rate_bytes_per_s(self, window_s: int) -> float:
+        """Mean over the last ``window_s``, or over what was counted if that is less."""
+        return self._rate(self.stored_bytes, window_s)
+
+    def lengthened_bytes(self, window_s: int) -> float:
+        """Byte-seconds a second by which touches lengthen promises: bytes that they hold."""
+        return self._rate(self.lengthened_byte_s, window_s)
+
+    def segments_bytes(self, window_s: int) -> float:
+        """The same, where a segment stays as a whole for the last of its blocks."""
+        return self._rate(self.segments_byte_s, window_s)
+
+    @property
+    def record_bytes(self) -> float:
+        """Mean length of a record; 0 of none."""
+        blocks = sum(self.blocks)
+        return sum(self.stored_bytes) / blocks if blocks else 0.0
+
+    def _rate(self, hours: Sequence[int], window_s: int) -> float:
+        span_s = min(window_s, max(self.now_s - self.since_s, 60))
+        total, left_s, hour_s = 0.0, float(span_s), self.now_s % HOUR_S or HOUR_S
+        for count in hours if self.now_s % HOUR_S else hours[1:]:
+            share = min(1.0, left_s / hour_s)
+            total, left_s, hour_s = total + count * share, left_s - hour_s, HOUR_S
+            if left_s <= 0:
+                break
+        return total / span_s
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A node's segments: how many it may have, how many hold something, and their size."""
+
+    segment_bytes: int
+    segments_max: int
+    segments_used: int
+    segments_spare: int = 1
+
+    def held_bytes(self, record_bytes: float) -> float:
+        """Bytes of whole records of this length that fit one segment, after its first page."""
+        room_bytes = self.segment_bytes - PAGE_BYTES
+        return max(1, room_bytes // record_bytes) * record_bytes if record_bytes else room_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        return max(0, self.segments_max - self.segments_spare) * self.segment_bytes
+
+
+def merge_ingest(parts: Iterable[Mapping[int, ClassIngest]]) -> dict[int, ClassIngest]:
+    """What came to several places together; counting began when it did at the first of them."""
+    merged: dict[int, ClassIngest] = {}
+    for class_byte, item in (pair for part in parts for pair in part.items()):
+        known = merged.get(class_byte)
+        merged[class_byte] = item if known is None else _both(known, item)
+    return merged
+
+
+def _both(one: ClassIngest, other: ClassIngest) -> ClassIngest:
+    def added(some: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+        return tuple(a + b for a, b in zip_longest(some, more, fillvalue=0))
+
+    return ClassIngest(
+        added(one.stored_bytes, other.stored_bytes),
+        added(one.lengthened_byte_s, other.lengthened_byte_s),
+        added(one.segments_byte_s, other.segments_byte_s),
+        added(one.blocks, other.blocks),
+        max(one.now_s, other.now_s),
+        min(one.since_s, other.since_s),
+    )
+
+
+def merge_rooms(rooms: Sequence[Room]) -> Room:
+    """Several volumes of one node; their segments may differ in size, so bytes are counted in the smallest."""
+    size = min(room.segment_bytes for room in rooms)
+    return Room(
+        size,
+        sum(room.segments_max * room.segment_bytes for room in rooms) // size,
+        sum(room.segments_used * room.segment_bytes for room in rooms) // size,
+        sum(room.segments_spare * room.segment_bytes for room in rooms) // size,
+    )
+
+
+def ingest_json(ingest: Mapping[int, ClassIngest], room: Room) -> dict[str, Any]:
+    """What a forecast rests on, in the numbers of a node's stats; of very many classes, the latest hours only."""
+    hours_max = max(25, NUMBERS_MAX // max(1, 4 * len(ingest)))
+    return {
+        "room": asdict(room),
+        "classes": [
+            {
+                "class_byte": class_byte,
+                "now_s": item.now_s,
+                "since_s": item.since_s,
+                "stored_bytes": item.stored_bytes[:hours_max],
+                "lengthened_byte_s": item.lengthened_byte_s[:hours_max],
+                "segments_byte_s": item.segments_byte_s[:hours_max],
+                "blocks": item.blocks[:hours_max],
+            }
+            for class_byte, item in ingest.items()
+        ],
+    }
+
+
+def ingest_from_json(document: Mapping[str, Any]) -> tuple[dict[int, ClassIngest], Room]:
+    """Inverse of ``ingest_json``. Raises ValueError for anything else."""
+    try:
+        ingest = {int(item["class_byte"]): _ingest_from_json(item) for item in document["classes"]}
+        return ingest, Room(**document["room"])
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"this is not what a node tells of its ingest: {error!r}") from error
+
+
+def _ingest_from_json(item: Mapping[str, Any]) -> ClassIngest:
+    return ClassIngest(
+        tuple(map(int, item["stored_bytes"])),
+        tuple(map(int, item["lengthened_byte_s"])),
+        tuple(map(int, item["segments_byte_s"])),
+        tuple(map(int, item["blocks"])),
+        int(item["now_s"]),
+        int(item["since_s"]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What becomes of one class. ``demand_bytes``: disk that its promise takes at this ingest.
+
+    ``lasts_s``: how long its blocks stay. ``ratio``: that over the promise where it breaks; else how many times the
+    demand there is room for.
+    """
+
+    class_byte: int
+    name: str
+    keep_for_s: int
+    ingest_bytes_per_s: float
+    demand_bytes: float
+    lasts_s: float
+    ratio: float
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio >= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """``breaks_in_s``: until the first promise breaks; None: none does. ``missing_bytes``: disk that would mend it."""
+
+    classes: tuple[Outlook, ...]
+    demand_bytes: float
+    usable_bytes: int
+    missing_bytes: float
+    breaks_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """One class as the model sees it: bytes of disk = ``slope`` a second kept, and ``fixed``.
+
+    Where room is short, segments go as a whole, by the last promise in them (``whole_slope``). While it is not, one
+    goes when half of it is dead, about midway between the mean of its promises and the last. ``stays_s``: how long a
+    segment stays that goes as a whole.
+    """
+
+    rule: ClassRule
+    ingest_bytes_per_s: float
+    slope: float
+    whole_slope: float
+    fixed: float
+    stays_s: float
+
+    def bytes_at(self, kept_s: float) -> float:
+        """Where room is short."""
+        return self.fixed + self.whole_slope * kept_s if kept_s > 0 and self.slope > 0 else 0.0
+
+    @property
+    def demand_bytes(self) -> float:
+        """Where it is not."""
+        return self.fixed + self.slope * self.rule.keep_for_s if self.slope > 0 else 0.0
+
+
+def forecast(ingest: Mapping[int, ClassIngest], rules: ClassRules, room: Room, window_s: int) -> Forecast:
+    """What becomes of every class of the rules, if it goes on as in the last ``window_s``."""
+    flows = [_flow_of(rule, ingest.get(rule.class_byte), room, window_s) for rule in rules.rules]
+    kept_s = _share_out(flows, float(room.usable_bytes))
+    demand_bytes = sum(flow.demand_bytes for flow in flows)
+    missing_bytes = max(0.0, demand_bytes - room.usable_bytes)
+    spare_bytes = max(0.0, room.usable_bytes - demand_bytes)
+    classes = tuple(_outlook(flow, kept_s[flow.rule.class_byte], spare_bytes) for flow in flows)
+    breaks_in_s = _breaks_in_s(flows, ingest, room) if missing_bytes else None
+    return Forecast(classes, demand_bytes, room.usable_bytes, missing_bytes, breaks_in_s)
+
+
+def promise_stats(parts: Sequence[tuple[Mapping[int, ClassIngest], Room]], rules: ClassRules) -> dict[str, Any]:
+    """A node's stats about its promises, from what came to each volume and how large it is."""
+    ingest, room = merge_ingest(ingest for ingest, _ in parts), merge_rooms([room for _, room in parts])
+    classes = forecast(ingest, rules, room, DAY_S).classes
+    return {
+        "promise_ratio": {item.name: item.ratio for item in classes},
+        "promise_lasts_s": {item.name: item.lasts_s for item in classes},
+        "ingest": ingest_json(ingest, room),
+    }
+
+
+def _flow_of(rule: ClassRule, ingest: ClassIngest | None, room: Room, window_s: int) -> _Flow:
+    """Segments hold one class and one day of expiry: each day leaves one half full, and the oldest is half dead."""
+    rate = ingest.rate_bytes_per_s(window_s) if ingest is not None else 0.0
+    if ingest is None or rate <= 0:
+        return _Flow(rule, 0.0, 0.0, 0.0, 0.0, 0.0)
+    promised_bytes = rate * rule.keep_for_s
+    stretch = 1 + ingest.lengthened_bytes(window_s) / promised_bytes
+    whole = max(stretch, 1 + ingest.segments_bytes(window_s) / promised_bytes)
+    segments_per_day = max(rate * DAY_S / room.held_bytes(ingest.record_bytes) + 0.5, 1.0)
+    slope = segments_per_day * room.segment_bytes / DAY_S
+    fixed = room.segment_bytes / 2
+    return _Flow(rule, rate, slope * (stretch + whole) / 2, slope * whole, fixed, rule.keep_for_s * whole)
+
+
+def _share_out(flows: Sequence[_Flow], usable_bytes: float) -> dict[int, float]:
+    """Seconds that each class is kept, by class byte: the dearest first, each priority after what floors hold."""
+    kept_s: dict[int, float] = {}
+    left_bytes = usable_bytes
+    for priority in sorted({flow.rule.priority for flow in flows}, reverse=True):
+        group = [flow for flow in flows if flow.rule.priority == priority]
+        cheaper = [flow for flow in flows if flow.rule.priority < priority]
+        floors = sum(min(flow.demand_bytes, flow.rule.floor_bytes) for flow in cheaper)
+        early_s = _given_up_s(group, left_bytes - floors)
+        for flow in group:
+            kept_s[flow.rule.class_byte] = _kept_s(flow, early_s)
+            left_bytes -= flow.bytes_at(kept_s[flow.rule.class_byte]) if early_s else flow.demand_bytes
+    return kept_s
+
+
+def _given_up_s(group: Sequence[_Flow], room_bytes: float) -> float:
+    """How long before their end blocks of one priority must go, so that the rest fits: the earliest promises go."""
+    low, high = 0.0, float(max(flow.rule.keep_for_s for flow in group))
+    if sum(flow.demand_bytes for flow in group) <= room_bytes:
+        return 0.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        fits = sum(flow.bytes_at(_kept_s(flow, middle)) for flow in group) <= room_bytes
+        low, high = (low, middle) if fits else (middle, high)
+    return high
+
+
+def _kept_s(flow: _Flow, early_s: float) -> float:
+    """What is left of a promise that ends so much early, but no less than the floor holds."""
+    kept_s = max(0.0, flow.rule.keep_for_s - early_s)
+    if flow.slope > 0 and flow.rule.floor_bytes > flow.bytes_at(kept_s):
+        kept_s = max(kept_s, min(float(flow.rule.keep_for_s), (flow.rule.floor_bytes - flow.fixed) / flow.whole_slope))
+    return kept_s
+
+
+def _outlook(flow: _Flow, kept_s: float, spare_bytes: float) -> Outlook:
+    rule = flow.rule
+    broken = kept_s < rule.keep_for_s and flow.slope > 0
+    if broken:
+        ratio = kept_s / rule.keep_for_s
+    else:
+        ratio = min(RATIO_MAX, 1 + spare_bytes / flow.demand_bytes) if flow.demand_bytes else RATIO_MAX
+    return Outlook(
+        rule.class_byte, rule.name, rule.keep_for_s, flow.ingest_bytes_per_s, flow.demand_bytes,
+        kept_s if broken else float(rule.keep_for_s), ratio,
+    )  # fmt: skip
+
+
+def _breaks_in_s(flows: Sequence[_Flow], ingest: Mapping[int, ClassIngest], room: Room) -> float:
+    """Until no segment is free, hour by hour: what comes, less what came a promise ago and goes now."""
+    left_bytes = float(room.usable_bytes - room.segments_used * room.segment_bytes)
+    if left_bytes <= 0:
+        return 0.0
+    longest_s = max(flow.stays_s for flow in flows)
+    for hour in range(math.ceil(longest_s / HOUR_S) + 1):
+        growth = sum(_growth_bytes_per_hour(flow, ingest.get(flow.rule.class_byte), hour) for flow in flows)
+        if growth >= left_bytes:
+            return (hour + left_bytes / growth) * HOUR_S
+        left_bytes -= growth
+    return longest_s
+
+
+def _growth_bytes_per_hour(flow: _Flow, ingest: ClassIngest | None, hour: int) -> float:
+    """Of one class, so many hours ahead: what comes, less what goes."""
+    ago = int(flow.stays_s // HOUR_S) - hour
+    if ingest is None or flow.slope <= 0 or ago < 0:
+        return 0.0
+    overhead = flow.whole_slope * flow.rule.keep_for_s / (flow.ingest_bytes_per_s * flow.stays_s)
+    goes = ingest.stored_bytes[ago] if ago < len(ingest.stored_bytes) else 0
+    return (flow.ingest_bytes_per_s * HOUR_S - goes) * overhead
