@@ -1,4 +1,4 @@
-"""The command `retention`: show, sweep, pins, purge, plan, forecast and simulate, against one or more nodes.
+"""The command `retention`: show, sweep and pins, and the commands of other files, against one or more nodes.
 
 Owns options and confirmation. Decides nothing itself: it reads, asks the pure modules, shows, and (only with
 ``--apply``) acts. Does not know how a store is reached, nor how errors become exit codes.
@@ -7,9 +7,8 @@ Owns options and confirmation. Decides nothing itself: it reads, asks the pure m
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
@@ -21,7 +20,6 @@ from kvstore.keys import BlockKey
 from kvstore.store import Clock, Effect, SystemClock
 from kvstore.units import parse_duration_s
 from retention import report
-from retention.errors import NothingMatched
 from retention.forecast_cli import add_forecast
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
@@ -29,7 +27,8 @@ from retention.plan_cli import add_plan
 from retention.planner import Totals, by_class, by_space
 from retention.policy import parse_keep_for
 from retention.policy_cli import add_policy
-from retention.purge import Purge, match_space, parse_key, purge_prefix, purge_spaces, spaces_of_tenant
+from retention.purge import match_space, parse_key
+from retention.purge_cli import add_purge
 from retention.session import EXIT_FAILED, EXIT_NOTHING, OpenStore, Session, Sessions, dry_hint, open_store
 from retention.simulate import add_simulate
 from retention.survey import survey_nodes
@@ -38,7 +37,7 @@ from retention.sweeper import SweepReport, sweep_loop, sweep_once
 HELP = "What is kept and for how long: see it, change it, and take things away."
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the operation failed or a node did not answer; 2 wrong usage or input; "
-    "3 the policy changed meanwhile; 4 nothing matched."
+    "3 the policy changed meanwhile; 4 nothing matched; 5 something purged is still on disk."
 )
 
 
@@ -63,7 +62,7 @@ def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) ->
     app.add_typer(policy, name="policy")
     _add_sweep(app, sessions)
     _add_pins(app, sessions)
-    _add_purge(app, sessions)
+    add_purge(app, sessions)
     add_plan(app)
     add_simulate(app)
     add_forecast(app, sessions)
@@ -171,41 +170,6 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
             session.show([report.pin_json(item) for item in found], table if found else "no block is pinned")
 
 
-def _add_purge(app: typer.Typer, sessions: Sessions) -> None:
-    @app.command()
-    def purge(
-        space: Annotated[str | None, typer.Option("--space", help="Everything of one space (id or digits).")] = None,
-        tenant: Annotated[str | None, typer.Option("--tenant", help="Every space of a tenant, by its name.")] = None,
-        prefix: Annotated[
-            str | None, typer.Option("--prefix", help="A block's key: the block and all that extends it.")
-        ] = None,
-        apply: ApplyOption = False,
-        yes: Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")] = False,
-        store: StoreOption = None,
-        token_file: TokenOption = None,
-        deadline: DeadlineOption = "120s",
-        as_json: JsonOption = False,
-    ) -> None:
-        """Remove the blocks of a space, a tenant or a prefix for good.
-
-        With a prefix goes all that extends it; states go with their blocks. Nothing is removed while one of the nodes
-        does not answer.
-        """
-        if sum(choice is not None for choice in (space, tenant, prefix)) != 1:
-            raise typer.BadParameter("give exactly one of --space, --tenant and --prefix")
-        with sessions.open(store, token_file, deadline, as_json) as session:
-            try:
-                run = _purge_of(session, space, tenant, prefix)
-                if apply and not yes and sys.stdin.isatty():
-                    typer.echo(report.purge_line(run(False)), err=True)
-                    typer.confirm("purge for good?", abort=True, err=True)
-                result = run(apply)
-            except NothingMatched:
-                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=prefix is None)))
-                raise
-            session.show(report.purge_json(result), report.purge_line(result), *dry_hint(apply))
-
-
 # --- steps of commands ----------------------------------------------------------------------------------------------
 
 
@@ -252,17 +216,6 @@ def _show_pin_count(session: Session, verb: str, condition: str, count: PinCount
     session.show({"asked": count.asked, verb: count.found}, line)
     if missing:
         raise typer.Exit(EXIT_FAILED if count.found else EXIT_NOTHING)
-
-
-def _purge_of(session: Session, space: str | None, tenant: str | None, prefix: str | None) -> Callable[[bool], Purge]:
-    """The chosen purge as a function of ``apply``. Raises before anything is removed when the choice is wrong."""
-    store, deadline_s = session.store, session.deadline_s
-    if prefix is not None:
-        root = parse_key(prefix)
-        return lambda apply: purge_prefix(store, root, apply=apply, deadline_s=deadline_s)
-    spaces = store.spaces(deadline_s=deadline_s)
-    chosen = spaces_of_tenant(tenant, spaces) if tenant is not None else (match_space(space or "", spaces),)
-    return lambda apply: purge_spaces(store, chosen, apply=apply, deadline_s=deadline_s)
 
 
 def _keys(texts: Sequence[str]) -> tuple[BlockKey, ...]:

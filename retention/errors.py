@@ -4,6 +4,7 @@
     |-- PolicyInvalid     (also ValueError) a policy document, or a change of one, that must not be applied
     |-- SelectionInvalid  (also ValueError) a space, key or tenant that is malformed or not unique
     |-- TraceInvalid      (also ValueError) a trace of traffic that cannot be replayed; which line, and why
+    |-- ReceiptInvalid    (also ValueError) a receipt or key file that is none, or does not verify
     `-- NothingMatched    a well-formed selection that no stored block, space or pin answers to
 
 Errors of the store itself are ``kvstore.errors.StoreError`` and pass through unchanged.
@@ -31,6 +32,10 @@ class SelectionInvalid(RetentionError, ValueError):
 
 
 class TraceInvalid(RetentionError, ValueError):
+    pass
+
+
+class ReceiptInvalid(RetentionError, ValueError):
     pass
 
 

@@ -172,7 +172,7 @@ def _rules_named(text: str, policies: Sequence[Policy]) -> ClassRules:
     return load_class_rules(Path(text))[0]
 
 
-def _me() -> str:
+def me() -> str:
     """Who runs this command, as far as the machine knows."""
     try:
         user = getpass.getuser()
@@ -237,7 +237,7 @@ def _change_policy(
             text,
             expected_version=before.version,
             apply=True,
-            author=_me() if author is None else author,
+            author=me() if author is None else author,
             deadline_s=session.deadline_s,
         )
     version = before.version + (1 if apply else 0)

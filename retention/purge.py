@@ -164,7 +164,7 @@ def purge_prefix(
     deadline_s: float = SCAN_S_DEFAULT,
 ) -> Purge:
     """Remove the block ``root`` and every block that extends it, or count them. ``space_id`` spares the search."""
-    home = space_id or _home_of(store, root, deadline_s)
+    home = space_id or home_of(store, root, deadline_s)
     plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s))
     if not apply:
         return Purge(False, {home: len(plan.keys)}, plan.payload_bytes, plan.loose_blocks)
@@ -180,7 +180,8 @@ def purge_prefix(
     return Purge(True, {home: removed}, payload_bytes, loose_blocks)
 
 
-def _home_of(store: Store, root: BlockKey, deadline_s: float) -> SpaceId:
+def home_of(store: Store, root: BlockKey, deadline_s: float) -> SpaceId:
+    """The space of a block, or of a child of it. Raises NothingMatched."""
     for block in scan_blocks(store, None, deadline_s=deadline_s):
         if root in (block.key, block.parent):
             return block.space_id

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from kvstore.keys import Space, SpaceId
+from kvstore.purges import ByNode, Leftovers, leftovers_to_json, order_to_json, report_to_json
 from kvstore.store import Effect, Pin, Policy
 from kvstore.traffic import ClassRule, ClassRules
 from kvstore.units import format_bytes, format_bytes_short, format_duration
 from retention.planner import UNTOUCHED, Usage
 from retention.policy import ClassChange, diff_policies
 from retention.purge import Purge
+from retention.receipt import Receipt
 from retention.sweeper import SweepReport
 
 Json = dict[str, Any]
@@ -132,6 +135,29 @@ def purge_json(purge: Purge) -> Json:
         "loose_blocks": purge.loose_blocks,
         "whole_spaces": purge.whole_spaces,
         "spaces": {space_id.hex(): count for space_id, count in purge.blocks.items()},
+    }
+
+
+def receipt_json(receipt: Receipt) -> Json:
+    return {
+        "order": order_to_json(receipt.order),
+        "complete": receipt.complete,
+        "nodes": {name: report_to_json(done) for name, done in receipt.reports.items()},
+        "nodes_failed": dict(receipt.failed),
+        "signed_s": receipt.signed_s,
+        "public_key": receipt.public_key.hex(),
+    }
+
+
+def leftovers_json(receipt: Receipt, left: ByNode[Leftovers], trusted: bool) -> Json:
+    return {
+        "purge_id": receipt.order.purge_id,
+        "complete": receipt.complete,
+        "trusted_key": trusted,
+        "public_key": receipt.public_key.hex(),
+        "records_left": sum(found.records for found in left.answers.values()),
+        "nodes": {name: leftovers_to_json(found) for name, found in left.answers.items()},
+        "nodes_failed": dict(left.failed),
     }
 
 
@@ -262,6 +288,45 @@ def purge_line(purge: Purge) -> str:
             "not (purge the space to be sure)"
         )
     return line
+
+
+def receipt_lines(receipt: Receipt, path: Path) -> list[str]:
+    """What each node did, and where the receipt is."""
+    lines = [
+        f"{name or 'the store'}: {_blocks(done.blocks)} purged, {done.records:,} records erased in {done.segments:,} "
+        f"segments" + (f"; {done.unreadable:,} places could not be read" if done.unreadable else "")
+        for name, done in receipt.reports.items()
+    ]
+    lines.append(f"receipt {path} for purge {receipt.order.purge_id}, policy {_policy_versions(receipt)}")
+    if not receipt.complete:
+        lines.append(f"not every node has carried it out: when they are back, `retention resume {path}`")
+    return lines
+
+
+def leftovers_lines(receipt: Receipt, left: ByNode[Leftovers], trusted: bool) -> list[str]:
+    """What a scan found, node by node, and what the receipt is worth."""
+    lines = [
+        f"{name or 'the store'}: nothing left in {found.segments:,} segments"
+        if not found.records
+        else f"{name or 'the store'}: {found.records:,} records left in {found.segments:,} segments: {found.living:,} "
+        f"living, {found.dead:,} dead, {found.stale:,} of earlier lives"
+        for name, found in left.answers.items()
+    ]
+    lines += [
+        f"{name or 'the store'}: {found.unreadable:,} places could not be read"
+        for name, found in left.answers.items()
+        if found.unreadable
+    ]
+    if not receipt.complete:
+        lines.append("the receipt is not complete: some node had not carried the order out when it was signed")
+    key = "the key given" if trusted else f"{receipt.public_key.hex()}; give --public-key to know whose that is"
+    lines.append(f"signed {utc(receipt.signed_s)} by {key}")
+    return lines
+
+
+def _policy_versions(receipt: Receipt) -> str:
+    versions = sorted({done.policy_version for done in receipt.reports.values()})
+    return "version " + ", ".join(map(str, versions)) if versions else "unknown"
 
 
 def failed_lines(nodes_failed: Mapping[str, str] | None) -> list[str]:

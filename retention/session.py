@@ -31,6 +31,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_CONFLICT = 3
 EXIT_NOTHING = 4
+EXIT_LEFT = 5
 
 PLAIN_WIDTH = 200
 """Columns of a table that does not go to a terminal, so that a pipe sees every value whole."""
