@@ -33,7 +33,11 @@ def get(hold: Hold, space_id: SpaceId, scatter: Scatter, monotonic: Callable[[],
         hold.ask_sized(
             Call(wire.Opcode.GET, body, bulk=True),
             extents.rows_bytes(len(scatter.asked)),
-            lambda channel, header, body: scatter.take(channel, header, body, space_id),
+            lambda channel, header, body: (
+                single.take(channel, header, body, space_id, scatter)
+                if len(scatter.asked) == 1
+                else scatter.take(channel, header, body, space_id)
+            ),
         )
     finally:
         scatter.ask(asked)  # another attempt starts over

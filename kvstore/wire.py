@@ -47,6 +47,7 @@ _LOOKUP = struct.Struct("<32sBxxxI")
 _LOOKUP_REPLY = struct.Struct("<IHBxd")
 _STATE_ENTRY = struct.Struct("<32siIIBxxx")
 _GET = struct.Struct("<32sI")
+_GET_ONE = struct.Struct("<32sI32s16sI")
 _PUT = struct.Struct("<32sBBxxI")
 _PUT_ROW = struct.Struct("<32s32s16sQIIIBxxx")
 _TOUCH = struct.Struct("<32sBxxxI")
@@ -368,6 +369,10 @@ def encode_get(space_id: SpaceId, names: Sequence[BlockName], wanted_bytes: Sequ
 
 
 def decode_get(body: bytes) -> GetRequest:
+    if len(body) == _GET_ONE.size:
+        space_id, count, key, token_digest, payload_bytes = _GET_ONE.unpack(body)
+        if count == 1 and payload_bytes <= limits.BATCH_BYTES_MAX:
+            return GetRequest(SpaceId(space_id), PackedNames(key, token_digest), (payload_bytes,))
     reader = Reader(body, "GET")
     space_id, count = reader.unpack(_GET)
     names = reader.names(count, limits.BATCH_BLOCKS_MAX)

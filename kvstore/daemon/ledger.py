@@ -175,9 +175,10 @@ class Ledger:
 
     def take(self, space_id: SpaceId, name: BlockName, now_s: float) -> Place | None:
         """As ``leased``; the caller gives the place back."""
-        return self._take(space_id, name.key, name.token_digest, now_s)
+        return self.take_one(space_id, name.key, name.token_digest, now_s)
 
-    def _take(self, space_id: SpaceId, key: BlockKey, token_digest: TokenDigest, now_s: float) -> Place | None:
+    def take_one(self, space_id: SpaceId, key: BlockKey, token_digest: TokenDigest, now_s: float) -> Place | None:
+        """As ``take``, without a name made for it."""
         with self.lock:
             slot = self.presence.find(space_id, key, token_digest)
             if slot < 0 or not self.presence.is_alive(slot, now_s):
@@ -194,7 +195,7 @@ class Ledger:
     def take_many(self, space_id: SpaceId, keys: bytes, token_digests: bytes, now_s: float) -> Taken:
         """As ``take``, for many keys at once: ``keys`` are 32 bytes each, ``token_digests`` 16. Give it back whole."""
         if len(keys) == KEY_BYTES:
-            return _taken_one(self._take(space_id, BlockKey(keys), TokenDigest(token_digests), now_s))
+            return _taken_one(self.take_one(space_id, BlockKey(keys), TokenDigest(token_digests), now_s))
         words, digests = key_words(keys), digest_words(token_digests)
         taken = Taken.nothing(len(words))
         with self.lock:

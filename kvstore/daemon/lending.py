@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import limits
-from kvstore.daemon.ledger import Taken
+from kvstore.daemon.ledger import Place, Taken
 from kvstore.daemon.load import Answering
 from kvstore.daemon.record import HEADER_BYTES
 from kvstore.daemon.segment import Segment
 from kvstore.errors import ProtocolError, Unauthorized
-from kvstore.extents import ASK, LENT, MADE, MISS, ROW, ExtentStatus, Rows
+from kvstore.extents import ASK, LENT, MADE, MISS, ROW, ExtentStatus, Row, Rows
 from kvstore.keys import SpaceId
 from kvstore.record import CODEC_NONE
 from kvstore.wire import PackedNames
@@ -107,7 +107,48 @@ class Loan:
         self.close()
 
 
+class LenderOfOne(Protocol):
+    """Who has blocks in files, asked for one."""
+
+    def give_back_one(self, place: Place) -> None: ...
+
+
+class LoanOfOne:
+    """As ``Loan``, for one block. ``place``: None if there is no such block."""
+
+    __slots__ = ("_owed", "answering", "place")
+
+    def __init__(self, lender: LenderOfOne, place: Place | None) -> None:
+        self.place = place
+        self.answering: Answering | None = None
+        self._owed = [lender] if place is not None else []
+
+    def close(self) -> bool:
+        """Give it back; False if that was done before."""
+        if self.answering is not None:
+            self.answering.drop()
+        try:
+            lender = self._owed.pop()  # one step of the interpreter: only one thread gets it
+        except IndexError:
+            return False
+        assert self.place is not None
+        lender.give_back_one(self.place)
+        return True
+
+    def row(self, wanted_bytes: int) -> Row:
+        """What an answer says of it, with ``file`` 0; it lends only an uncompressed block of the length asked for."""
+        place = self.place
+        if place is None:
+            return _ROWS[MISS]
+        if place.payload_bytes != wanted_bytes:
+            return _ROWS[WRONG_SIZE]
+        if place.codec != CODEC_NONE:
+            return _ROWS[ASK]
+        return Row(place.generation, place.offset, place.segment.number, 0, LENT, place.flags)
+
+
 WRONG_SIZE = int(ExtentStatus.WRONG_SIZE)
+_ROWS = {int(status): Row(0, 0, 0, 0, int(status), 0) for status in ExtentStatus}
 _NONE = np.zeros(max(ExtentStatus) + 1, ROW)
 _NONE["status"] = np.arange(len(_NONE))
 
@@ -136,7 +177,7 @@ class Neighbour:
     def __init__(self, arena: mmap.mmap) -> None:
         self._arena = arena
         self._numbers: dict[Life, int] = {}
-        self._loan: Loan | None = None
+        self._loan: Loan | LoanOfOne | None = None
         self._until_s = 0.0
         self._lock = threading.Lock()
 
@@ -184,6 +225,28 @@ class Neighbour:
             loan.end(loan.rows["file"] == MADE, ASK)
         return loan.rows, anew, fds
 
+    def lend_one(self, loan: LoanOfOne, wanted_bytes: int, until_s: float) -> tuple[Row, bool, list[int]]:
+        """``lend`` of one block."""
+        self._replace(loan, until_s)
+        row = loan.row(wanted_bytes)
+        place = loan.place
+        if row.status != LENT or place is None:
+            self._replace(None, 0.0)
+            return row, False, []
+        life = (place.segment, place.generation)
+        number = self._numbers.get(life)
+        if number is not None:
+            return row._replace(file=number), False, []
+        anew = len(self._numbers) == limits.DESCRIPTORS_MAX
+        if anew:
+            self._numbers.clear()
+        fds: list[int] = []
+        number = self._number(life, fds)
+        if number == MADE:
+            self._replace(None, 0.0)
+            return _ROWS[ASK], anew, []
+        return row._replace(file=number), anew, fds
+
     def _number(self, life: Life, fds: list[int]) -> int:
         """By which number the connection knows a file, adding a descriptor for a new one; MADE if there is none."""
         number = self._numbers.get(life)
@@ -219,7 +282,7 @@ class Neighbour:
         except BufferError:
             return  # a put that failed is still being told of: the mapping goes with its last view
 
-    def _replace(self, loan: Loan | None, until_s: float) -> None:
+    def _replace(self, loan: Loan | LoanOfOne | None, until_s: float) -> None:
         with self._lock:
             before, self._loan, self._until_s = self._loan, loan, until_s
         if before is not None:

@@ -30,7 +30,7 @@ from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
 from kvstore.daemon.lanes import Lanes
 from kvstore.daemon.leases import PayloadLease
-from kvstore.daemon.lending import Lender, Loan, lend
+from kvstore.daemon.lending import Lender, Loan, LoanOfOne, lend
 from kvstore.daemon.load import LoadRate
 from kvstore.daemon.opening import NodeConfig as NodeConfig
 from kvstore.daemon.opening import open_directories, pin_ends
@@ -43,7 +43,7 @@ from kvstore.daemon.states import StatePool
 from kvstore.daemon.sweeper import Sweeper
 from kvstore.daemon.tallies import by_class, by_space, merge_effects
 from kvstore.errors import Overloaded, PolicyConflict, SpaceUnknown, StoreError, Unavailable
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, space_id
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, TokenDigest, space_id
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DEADLINE_S_DEFAULT,
@@ -232,6 +232,13 @@ class Node:
         loan = lend(homes, space_id, names, now_s)
         loan.read_ahead()
         return loan
+
+    def lend_one(self, space_id: SpaceId, names: PackedNames) -> LoanOfOne:
+        """``lend`` of the one block that is named."""
+        self._check_open()
+        shard = self._shards[0] if len(self._shards) == 1 else self._home(names[0])
+        key, token_digest = BlockKey(names.keys), TokenDigest(names.token_digests)
+        return LoanOfOne(shard, shard.lend_one(space_id, key, token_digest, self._clock.now_s()))
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName) -> bool:
         """A reader saw bad bytes: verify here; True if the block was bad and is quarantined. Good blocks stay."""
