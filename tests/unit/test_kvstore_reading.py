@@ -15,7 +15,7 @@ import xxhash
 
 from kvstore import record
 from kvstore.client import StoreClient
-from kvstore.daemon.lending import Loan
+from kvstore.daemon.lending import Loan, LoanOfOne
 from kvstore.daemon.node import Node
 from kvstore.extents import ROW, ExtentStatus
 from kvstore.keys import BlockName, SpaceId
@@ -144,6 +144,83 @@ def test_a_daemon_that_lies_is_never_believed(tmp_path: Path, path: str, lie: An
         assert all(buffer in (bytes(SIZE), b"x" * SIZE) for buffer in buffers)
         assert client.stats()["quarantined"] == 0
         assert node.get_into(space, names, [bytearray(SIZE) for _ in names]) == [OK] * 4
+    node.close()
+
+
+class LiarAboutOne(Liar):
+    """As ``Liar``, of a block asked for by itself."""
+
+    def lend_one(self, space_id: SpaceId, names: PackedNames) -> LoanOfOne:
+        loan: LoanOfOne = self._lie(self._node, space_id, names)
+        return loan
+
+
+def _with_place(**fields: Any) -> Any:
+    """A lie about the place: ``fields`` are added to its own."""
+
+    def lie(node: Node, space: SpaceId, names: PackedNames) -> LoanOfOne:
+        loan = node.lend_one(space, names)
+        assert loan.place is not None
+        loan.place = loan.place._replace(**{name: getattr(loan.place, name) + more for name, more in fields.items()})
+        return loan
+
+    return lie
+
+
+def _another_one(node: Node, space: SpaceId, _: PackedNames) -> LoanOfOne:
+    return node.lend_one(space, PackedNames.pack(a_chain(space, 4).names[3:]))
+
+
+ONE_LIES = [_another_one, _with_place(generation=1), _with_place(offset=RECORD_BYTES)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("lie", ONE_LIES)
+def test_a_daemon_that_lies_of_one_block_is_never_believed(tmp_path: Path, path: str, lie: Any) -> None:
+    node = open_node(tmp_path, ManualClock())
+    with reader_of(LiarAboutOne(node, lie), path) as client:
+        space = client.register_space(a_space())
+        names = list(a_chain(space, 4).names)
+        node.put(space, puts_of(names, SIZE), traffic_class=AGENT)
+        buffer = bytearray(b"x" * SIZE)
+        assert client.get_into(space, names[:1], [buffer]) == [MISS]
+        assert buffer == bytes(SIZE)
+        assert client.stats()["quarantined"] == 0
+    assert node.stats()["leases"] == 0
+    node.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_block_is_served_as_one_of_many(tmp_path: Path, path: str) -> None:
+    """A hit, a miss, another length, another space and a damaged payload end alike, and count alike."""
+    node = open_node(tmp_path, ManualClock())
+    with reader_of(node, path) as client:
+        space = client.register_space(a_space())
+        other = client.register_space(a_space(model="another"))
+        names = list(a_chain(space, 4).names)
+        node.put(space, puts_of(names[:3], SIZE), traffic_class=AGENT)
+        (segment,) = [path for path in tmp_path.rglob("*.seg") if payload_of(names[2], SIZE) in path.read_bytes()]
+        at = segment.read_bytes().index(payload_of(names[2], SIZE))
+        for asked, wanted_bytes, expected in (
+            (names[0], SIZE, OK),
+            (names[3], SIZE, MISS),
+            (names[1], SIZE - 1, GetStatus.WRONG_SIZE),
+        ):
+            for together in (1, 2):
+                buffers = [bytearray(wanted_bytes) for _ in range(together)]
+                assert client.get_into(space, [asked] * together, buffers) == [expected] * together
+                content = payload_of(asked, SIZE) if expected == OK else bytes(wanted_bytes)
+                assert buffers == [content] * together
+        assert client.get_into(other, names[:1], [bytearray(SIZE)]) == [MISS]
+        stats = node.stats()
+        assert (stats["hits"], stats["misses"]) == (3 + 3, 3 + 1)
+        with segment.open("r+b") as file:
+            file.seek(at + 99)
+            file.write(bytes([payload_of(names[2], SIZE)[99] ^ 1]))
+        buffer = bytearray(b"x" * SIZE)
+        assert client.get_into(space, names[2:3], [buffer]) == [CORRUPT]
+        assert buffer == bytes(SIZE)
+        assert node.stats()["quarantined"] == 1
     node.close()
 
 
