@@ -215,14 +215,6 @@ class PackedNames(Sequence[BlockName]):
         return (self[index] for index in range(len(self)))
 
 
-def keys_of(names: Sequence[BlockName]) -> list[BlockKey]:
-    """Keys of many names; of packed ones without making a name of each (5 times faster at 16,384)."""
-    if not isinstance(names, PackedNames):
-        return [name.key for name in names]
-    step = limits.KEY_BYTES
-    return [BlockKey(names.keys[at : at + step]) for at in range(0, len(names.keys), step)]
-
-
 # --- hello ----------------------------------------------------------------------------------------------------------
 
 

@@ -66,10 +66,9 @@ from kvstore.store import (
     Presence,
     PutOutcome,
     Sighting,
-    StateEntry,
 )
 from kvstore.traffic import ClassRules, TrafficClass
-from kvstore.wire import PackedNames, PutAck, keys_of
+from kvstore.wire import PackedNames, PutAck
 
 T = TypeVar("T")
 
@@ -176,10 +175,7 @@ class Node:
                 np.where(better, other_flags, flags),
                 np.where(better, other_sizes, sizes),
             )
-        found: tuple[StateEntry, ...] = ()
-        if states:
-            parents: dict[bytes, int] = {key: index for index, key in enumerate(keys_of(packed))}
-            found = self._states.under(space_id, {**parents, bytes(space_id): -1})
+        found = self._states.under(space_id, packed.keys) if states else ()
         answer = Lookup(presence, flags, sizes, found)
         prefix = answer.prefix_blocks()
         return replace(answer, load_s_estimate=self._load_rate.estimate_s(int(sizes[:prefix].sum(dtype=np.int64))))

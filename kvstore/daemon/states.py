@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore.daemon.record import checksum_of
 from kvstore.keys import SpaceId, StateKey, StateName
-from kvstore.limits import STATES_PER_LOOKUP_MAX, STATES_PER_PARENT_MAX
+from kvstore.limits import KEY_BYTES, STATES_PER_LOOKUP_MAX, STATES_PER_PARENT_MAX
 from kvstore.store import FLAG_APPROXIMATE, Buffer, Clock, StateEntry
 
 _OVERHEAD_BYTES = 512
@@ -52,6 +53,8 @@ class StatePool:
         self._lock = threading.Lock()
         self._states: OrderedDict[StateKey, _State] = OrderedDict()
         self._children: dict[bytes, OrderedDict[StateKey, None]] = {}
+        self._marks = np.zeros(2**16, np.uint32)
+        """How many parents begin with these two bytes."""
         self._used_bytes = 0
         self._sequence = 0
         self.hits = self.misses = self.evicted = self.refused = self.corrupt = 0
@@ -94,19 +97,20 @@ class StatePool:
             self.hits += 1
             return state.payload, state.flags
 
-    def under(self, space_id: SpaceId, parents: Mapping[bytes, int]) -> tuple[StateEntry, ...]:
-        """States under the given parents (key to block index), deepest first, then youngest, bounded."""
+    def under(self, space_id: SpaceId, keys: bytes) -> tuple[StateEntry, ...]:
+        """States under the space's root and under the blocks of these keys, which stand one behind another.
+
+        Deepest first, then youngest, bounded.
+        """
+        found: list[tuple[int, int, int, StateEntry]] = []
         with self._lock:
             if not self._states:
                 return ()
             now_s = self._clock.now_s()
-            asked = parents.keys() & self._children.keys()
-            found: list[tuple[int, int, int, StateEntry]] = []
-            for parent in asked:
+            for parent, index in (self._parents_among(keys) | {bytes(space_id): -1}).items():
                 for key in list(self._children.get(parent, ())):
                     state = self._live(key, now_s)
                     if state and state.space_id == space_id:
-                        index = parents[parent]
                         entry = StateEntry(key, index, state.tail_tokens, len(state.payload), state.flags)
                         found.append((index, state.tail_tokens, state.sequence, entry))
         found.sort(key=lambda item: item[:3], reverse=True)
@@ -161,9 +165,19 @@ class StatePool:
             return None
         return state
 
+    def _parents_among(self, keys: bytes) -> dict[bytes, int]:
+        """Positions of the keys that have children. (A step for each of 16,384 keys would take 4 ms: only those whose
+        mark a parent has are looked for.)
+        """
+        marked = self._marks.take(np.frombuffer(keys, "<u2")[:: KEY_BYTES // 2]).nonzero()[0].tolist()
+        candidates = ((keys[KEY_BYTES * at : KEY_BYTES * (at + 1)], at) for at in marked)
+        return {key: at for key, at in candidates if key in self._children}
+
     def _insert(self, key: StateKey, state: _State) -> None:
         self._states[key] = state
         self._used_bytes += state.pool_bytes
+        if state.parent not in self._children:
+            self._marks[_mark(state.parent)] += 1
         siblings = self._children.setdefault(state.parent, OrderedDict())
         siblings[key] = None
         while len(siblings) > STATES_PER_PARENT_MAX:
@@ -185,3 +199,8 @@ class StatePool:
         del siblings[key]
         if not siblings:
             del self._children[state.parent]
+            self._marks[_mark(state.parent)] -= 1
+
+
+def _mark(parent: bytes) -> int:
+    return int.from_bytes(parent[:2], "little")

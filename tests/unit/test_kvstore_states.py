@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 
 from kvstore.daemon.states import StatePool
@@ -30,7 +33,7 @@ def test_a_state_lives_for_its_ttl() -> None:
     assert pool.get(SPACE, a_name(1)) == (b"state", FLAG_APPROXIMATE)
     clock.advance(1.0)
     assert pool.get(SPACE, a_name(1)) is None
-    assert pool.under(SPACE, {b"\x02" * 32: 0}) == ()
+    assert pool.under(SPACE, b"\x02" * 32) == ()
     assert pool.stats()["states"] == 0
 
 
@@ -62,7 +65,7 @@ def test_states_under_one_parent_are_bounded() -> None:
 
 def test_lookups_list_the_deepest_then_the_youngest() -> None:
     pool = a_pool(ManualClock(), 10_000_000)
-    parents = {bytes([number]) * 32: number for number in range(1, 5)}
+    parents = b"".join(bytes([number]) * 32 for number in range(5))
     for number in range(1, 5):
         for tail in range(30):
             pool.put(SPACE, a_name(number * 1000 + tail, bytes([number]) * 32), bytes(10), 0)
@@ -73,12 +76,39 @@ def test_lookups_list_the_deepest_then_the_youngest() -> None:
     assert places[0] == (4, 4029)
 
 
+def test_lookups_list_the_states_of_the_parents_asked_and_no_others() -> None:
+    """Among many keys, of which some begin as a parent does, and after a parent's last state is gone."""
+    pool = a_pool(ManualClock(), 10_000_000)
+    rng = random.Random(3)
+    near = [bytes([7, 7]) + rng.randbytes(30) for _ in range(40)]
+    for number, parent in enumerate([*near[:20], SPACE]):
+        pool.put(SPACE, a_name(2 * number, parent), b"a", 0)
+        pool.put(SPACE, a_name(2 * number + 1, parent), b"b", 0)
+    asked = [*(rng.randbytes(32) for _ in range(500)), *near[::-3]]
+    rng.shuffle(asked)
+
+    def listed() -> set[tuple[bytes, int]]:
+        return {(entry.key, entry.block_index) for entry in pool.under(SPACE, b"".join(asked))}
+
+    def expected(parents: Sequence[bytes]) -> set[tuple[bytes, int]]:
+        places = {parent: asked.index(parent) for parent in parents if parent in asked} | {bytes(SPACE): -1}
+        numbers = {parent: number for number, parent in enumerate([*near[:20], SPACE])}
+        return {(a_name(2 * numbers[parent] + child).key, at) for parent, at in places.items() for child in (0, 1)}
+
+    assert len(expected(near[:20])) > 10
+    assert listed() == expected(near[:20])
+    pool.drop_children(SPACE, frozenset(near[:10]))
+    assert listed() == expected(near[10:20])
+    pool.drop_space(SPACE)
+    assert listed() == set()
+
+
 def test_another_space_parent_or_tail_is_a_miss() -> None:
     pool = a_pool(ManualClock())
     pool.put(SPACE, a_name(1), b"state", 0)
     assert pool.get(SpaceId(b"\x09" * 32), a_name(1)) is None
     assert pool.get(SPACE, a_name(1, b"\x03" * 32)) is None
-    assert pool.under(SpaceId(b"\x09" * 32), {b"\x02" * 32: 0}) == ()
+    assert pool.under(SpaceId(b"\x09" * 32), b"\x02" * 32) == ()
 
 
 def test_an_exact_state_is_not_replaced_by_an_approximate_one() -> None:
