@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from gateway.access_log import AccessLog
 from gateway.classes import ClassNames, PolicySource
 from gateway.config import GatewayConfig
 from gateway.edge import Edge, Gate, LogLine, print_line
@@ -32,11 +33,12 @@ def create_app(
     keys: KeyRing | None = None,
     tokenizers: Tokenizers | None = None,
     policy: PolicySource | None = None,
+    access_log: AccessLog | None = None,
     log: LogLine = print_line,
     now_s: Callable[[], float] = time.monotonic,
     wall_s: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The gateway as an ASGI application. Owns ``fleet``, ``tokenizers`` and ``policy``: they are closed with it."""
+    """The gateway as an ASGI application. Owns all that it is given to use: it is closed with it."""
     services = Services(
         config=config,
         fleet=fleet,
@@ -44,6 +46,7 @@ def create_app(
         keys=keys,
         classes=ClassNames(config.class_names),
         metrics=Metrics(),
+        access_log=access_log,
         gate=Gate(config.requests_max, config.tenant_requests_max),
         log=log,
         now_s=now_s,
@@ -67,6 +70,8 @@ def create_app(
             services.tokenizers.close()
             if policy is not None:
                 policy.close()
+            if access_log is not None:
+                await asyncio.to_thread(access_log.close)
 
     app = FastAPI(title="Reprise gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services

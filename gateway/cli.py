@@ -50,6 +50,9 @@ def gateway(
     store_token_file: Annotated[str | None, typer.Option(help="File with the store's token.")] = None,
     worker_token_file: Annotated[str | None, typer.Option(help="File with the workers' token.")] = None,
     data: Annotated[str | None, typer.Option(help="Directory for endpoints.json, which names the address.")] = None,
+    access_log: Annotated[
+        str | None, typer.Option(help="File that is told which prefixes are asked for, by digests, for simulations.")
+    ] = None,
     requests_max: Annotated[int | None, typer.Option(help="Requests in work at once; the next gets 503. [256]")] = None,
     drain: Annotated[str | None, typer.Option(help="SIGTERM: time for requests in work. [30s]")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings; flags override it.")] = None,

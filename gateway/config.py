@@ -29,12 +29,13 @@ class GatewayConfig:
     ``prefill``, ``decode``: worker addresses (a worker with both roles stands in both). ``keys``: file of API keys.
     ``classes``: operator classes, name to byte. ``store``: addresses from which operator classes are read instead.
     ``worker_token_file``, ``store_token_file``: secrets shown to workers and store. ``data``: where endpoints.json
-    goes. ``body_bytes_max``: larger bodies get 413. ``messages_max``: longer chats get 400. ``requests_max``: requests
-    at once, the next gets 503; ``tenant_requests_max``: the same for one API key, 429. ``prefill_s_max``: silence
-    before the first token. ``event_s_max``: silence between tokens. ``continue_s_max``: how long an answer in progress
-    waits for another decode worker. ``stalled_s_max``: a worker that answers no poll for this long is waited for no
-    more. ``write_s_max``: a client that reads nothing for this long is dropped. ``drain_s``: time for requests in
-    flight after SIGTERM.
+    goes. ``access_log``: file that is told which prefixes were asked for, by digests; None: none is.
+    ``body_bytes_max``: larger bodies get 413. ``messages_max``: longer chats get 400. ``requests_max``: requests at
+    once, the next gets 503; ``tenant_requests_max``: the same for one API key, 429. ``prefill_s_max``: silence
+    before the first token. ``event_s_max``: silence between tokens. ``continue_s_max``: how long an answer in
+    progress waits for another decode worker. ``stalled_s_max``: a worker that answers no poll for this long is
+    waited for no more. ``write_s_max``: a client that reads nothing for this long is dropped. ``drain_s``: time for
+    requests in flight after SIGTERM.
     """
 
     prefill: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class GatewayConfig:
     store_token_file: str | None = None
     worker_token_file: str | None = None
     data: str | None = None
+    access_log: str | None = None
     body_bytes_max: int = 8 << 20
     messages_max: int = 4096
     requests_max: int = 256

@@ -16,6 +16,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from gateway.access_log import AccessLog, Asked
 from gateway.answers import Envelope, usage_of
 from gateway.classes import ClassNames
 from gateway.classify import CLASS_HEADER, classify
@@ -65,6 +66,7 @@ class Services:
     keys: KeyRing | None
     classes: ClassNames
     metrics: Metrics
+    access_log: AccessLog | None
     gate: Gate
     log: LogLine
     now_s: Callable[[], float]
@@ -199,6 +201,18 @@ class _Answer:
             cache=job.cache,
             ttft_s=self._generation.progress.ttft_s,
         )
+        if self._services.access_log is not None and job.cache:
+            self._services.access_log.append(
+                Asked(
+                    time_s=self._services.wall_s(),
+                    class_name=self._record.traffic_class,
+                    tenant=job.tenant,
+                    space_id=job.model.space_id,
+                    block_tokens=job.model.block_tokens,
+                    tokens=job.tokens,
+                    hit_tokens=first.reuse.hit_tokens,
+                )
+            )
 
     async def whole(self) -> dict[str, Any]:
         pieces = [piece async for piece in self._generation.deltas()]

@@ -19,6 +19,7 @@ from types import FrameType
 
 import uvicorn
 
+from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.classes import PolicySource
 from gateway.config import GatewayConfig
@@ -95,7 +96,7 @@ def serve(
         poll_s=config.poll_s,
         stalled_s=config.stalled_s_max,
     )
-    app = create_app(config, fleet, keys=keys, policy=policy, log=log, now_s=now_s)
+    app = create_app(config, fleet, keys=keys, policy=policy, access_log=_access_log(config), log=log, now_s=now_s)
     listener = _listen(*config.address)
     url = _url(listener)
     note = f"{len(keys)} API keys" if keys is not None else "no API keys: loopback only"
@@ -114,6 +115,16 @@ def serve(
     server = DrainingServer(settings, services=app.state.services, url=url, note=note)
     with listener, _endpoints(config.data, url), _stopped_by_signals(server):
         server.run(sockets=[listener])
+
+
+def _access_log(config: GatewayConfig) -> AccessLog | None:
+    """Raises ConfigError."""
+    if config.access_log is None:
+        return None
+    try:
+        return AccessLog.open(Path(config.access_log))
+    except OSError as error:
+        raise ConfigError(f"--access-log: cannot write {config.access_log}: {error.strerror}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,7 +12,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.access_log import AccessLog
 from kvstore.traffic import AGENT, CHAT, TrafficClass
+from retention.trace import read_trace
 from tests.support.byte_tokenizer import EOS, VOCABULARY, byte_ids, write_tokenizer
 from tests.support.fake_worker import DEFAULT_ANSWER, Behaviour
 from tests.support.gateway_stack import Stack, chat, running_stack
@@ -525,3 +527,16 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
     """404 and 405 have OpenAI's shape too."""
     assert client.get("/v2/x").json()["error"]["code"] == "not_found"
     assert client.get("/v1/chat/completions").json()["error"]["code"] == "method_not_allowed"
+
+
+def test_the_gateway_tells_of_requests_that_may_be_cached(tmp_path: Path) -> None:
+    """Through HTTP: two equal prompts share all their whole blocks; one with the cache off is not told of."""
+    path = tmp_path / "access.jsonl"
+    log = AccessLog.open(path)
+    with running_stack(write_tokenizer(tmp_path / "model"), access_log=log) as stack, stack.client() as client:
+        for headers in ({}, {}, {"x-reprise-cache": "off"}):
+            body = chat("Tell me of rivers, and of the sea.", max_tokens=2)
+            assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    first, second = read_trace(path, seed=1).prompts
+    assert first.runs == second.runs
+    assert first.class_name == "chat"

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet
@@ -57,6 +58,7 @@ def running_stack(
     decode_workers: int = 1,
     keys: Path | None = None,
     wait: bool = True,
+    access_log: AccessLog | None = None,
     **settings: Any,
 ) -> Iterator[Stack]:
     """Start workers and a gateway over a tokenizer directory; stop them all at the end."""
@@ -81,7 +83,11 @@ def running_stack(
     )
     stack = Stack("", workers, decoders)
     app = create_app(
-        config, fleet, keys=None if keys is None else load_keys(keys, config.class_names), log=stack.lines.append
+        config,
+        fleet,
+        keys=None if keys is None else load_keys(keys, config.class_names),
+        access_log=access_log,
+        log=stack.lines.append,
     )
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1)
