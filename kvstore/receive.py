@@ -162,6 +162,11 @@ def take_put(channel: Channel, header: wire.Header, body: bytes) -> list[PutOutc
     return wire.decode_put_reply(body)
 
 
+def take_confirmed(channel: Channel, header: wire.Header, body: bytes) -> list[bool]:
+    _no_payload(header)
+    return wire.decode_confirm_reply(body)
+
+
 def take_count(channel: Channel, header: wire.Header, body: bytes) -> int:
     _no_payload(header)
     return wire.decode_count(body)

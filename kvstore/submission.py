@@ -3,7 +3,8 @@
 Owns how a batch is cut, what goes through shared memory and what through the socket, and how each block ended. Does not
 know nodes or retries. Invariants: while the daemon writes one part the client takes the checksums of the next and
 copies or sends it; a block's checksum is taken of all of it before its bytes are copied, so that the daemon finds bytes
-that changed; a part that is refused refuses only its blocks; what was answered is not sent again on another connection.
+that changed; a part that is refused refuses only its blocks; what was answered is not sent again on another connection;
+of several parts that the disk shall have none ends before the disk has all: one flush is waited for.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ class Submission:
         self.views = views
         self.outcomes = [PutOutcome.UNREACHABLE] * len(blocks)
         self._open = [True] * len(blocks)
+        self._sent_ack: wire.PutAck = ack
+        self.begun: dict[int, PutOutcome] = {}
+        """By position: how blocks ended that are stored, but of which the disk has not said that it has them."""
+
+    def attempt(self) -> Sequence[Part]:
+        """The parts to be sent from here on, and anew what an earlier attempt only began."""
+        self.begun.clear()
+        parts = list(self.parts())
+        self._sent_ack = "begun" if self.ack == "disk" and len(parts) > 1 else self.ack
+        return parts
 
     def parts(self) -> Iterator[Part]:
         """What is to be sent, cut so that a part has at most PART_BYTES, or one block."""
@@ -68,8 +79,22 @@ class Submission:
         if len(outcomes) != len(part):
             raise ProtocolError("a node answered another number of blocks than sent")
         for at, outcome in zip(part, outcomes, strict=True):
-            self.outcomes[at] = outcome
-            self._open[at] = False
+            if self._sent_ack == "begun" and outcome <= PutOutcome.REPLACED:
+                self.begun[at] = outcome
+            else:
+                self._end(at, outcome)
+
+    def confirm(self, positions: Sequence[int], kept: Sequence[bool]) -> None:
+        """Take over which of the blocks that were begun are on disk. Raises ProtocolError for another number."""
+        if len(kept) != len(positions):
+            raise ProtocolError("a node confirmed another number of blocks than asked")
+        for at, is_kept in zip(positions, kept, strict=True):
+            outcome = self.begun.pop(at)
+            self._end(at, outcome if is_kept else PutOutcome.REFUSED)
+
+    def _end(self, at: int, outcome: PutOutcome) -> None:
+        self.outcomes[at] = outcome
+        self._open[at] = False
 
     def refuse_the_rest(self) -> None:
         """Nothing more is tried."""
@@ -84,7 +109,7 @@ class Submission:
             for at, checksum in zip(part, checksums, strict=True)
             for block in (self.blocks[at],)
         ]
-        return wire.encode_put(self.space_id, self.traffic_class, self.ack, rows)
+        return wire.encode_put(self.space_id, self.traffic_class, self._sent_ack, rows)
 
 
 def put(hold: Hold, submission: Submission) -> None:
@@ -93,7 +118,7 @@ def put(hold: Hold, submission: Submission) -> None:
     """
     under_way: deque[tuple[Part, wire.Opcode, int]] = deque()
     failure: StoreError | ValueError | None = None
-    for number, part in enumerate(submission.parts()):
+    for number, part in enumerate(submission.attempt()):
         if len(under_way) == PARTS:
             failure = _settle(hold, submission, *under_way.popleft()) or failure
             if failure is not None and not isinstance(failure, Overloaded):
@@ -102,8 +127,18 @@ def put(hold: Hold, submission: Submission) -> None:
         under_way.append((part, call.opcode, hold.send(call)))
     while under_way:
         failure = _settle(hold, submission, *under_way.popleft()) or failure
+    _confirm(hold, submission)
     if failure is not None:
         raise failure
+
+
+def _confirm(hold: Hold, submission: Submission) -> None:
+    """Wait until the disk has what was begun; what it does not have is refused."""
+    begun = list(submission.begun)
+    for begin in range(0, len(begun), limits.LOOKUP_KEYS_MAX):
+        page = begun[begin : begin + limits.LOOKUP_KEYS_MAX]
+        body = wire.encode_confirm(submission.space_id, [submission.blocks[at].name.key for at in page])
+        submission.confirm(page, hold.ask(Call(wire.Opcode.CONFIRM, body), receive.take_confirmed))
 
 
 def _settle(

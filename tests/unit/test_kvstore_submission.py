@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,11 @@ from kvstore.errors import CapacityProtected, Overloaded, ProtocolError, SpaceUn
 from kvstore.keys import BlockName, SpaceId
 from kvstore.link import Call, Hold
 from kvstore.local import PART_BYTES, PARTS, Arena
-from kvstore.store import BlockPut, GetStatus, PutOutcome
+from kvstore.store import AckLevel, BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.submission import Submission
 from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
 from kvstore.traffic import AGENT
+from tests.support.faults import FaultyFiles
 from tests.support.nodes import puts_of
 from tests.support.spaces import a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
@@ -50,6 +52,8 @@ class FakeHold:
         self.peer = FakePeer(arena) if arena is not None else None
         self.sent: list[tuple[wire.Opcode, list[bytes]]] = []
         self.under_way_max = 0
+        self.acks: set[str] = set()
+        self.confirmed: Sequence[bytes] = ()
         self._answers = deque(answers)
         self._waiting: deque[int] = deque()
 
@@ -57,6 +61,7 @@ class FakeHold:
         is_local = call.opcode == wire.Opcode.PUT_LOCAL
         put = sharing.decode_put_local(call.body)[1] if is_local else wire.decode_put(call.body)
         self.sent.append((call.opcode, [row.name.key for row in put.rows]))
+        self.acks.add(put.ack)
         self._waiting.append(len(self.sent))
         self.under_way_max = max(self.under_way_max, len(self._waiting))
         return len(self.sent)
@@ -69,14 +74,23 @@ class FakeHold:
             raise answer
         return answer
 
+    def ask(self, call: Call, receive: Callable[..., Any]) -> list[bool]:
+        """CONFIRM, the only question: every third key is lost, unless an error is what comes next."""
+        assert call.opcode == wire.Opcode.CONFIRM
+        assert not self._waiting
+        self.confirmed = wire.decode_confirm(call.body)[1]
+        if self._answers:
+            raise cast(StoreError, self._answers.popleft())
+        return [at % 3 != 2 for at in range(len(self.confirmed))]
+
     def put(self, batch: Submission) -> None:
         submission.put(cast(Hold, self), batch)
 
 
-def a_submission(sizes: Sequence[int]) -> Submission:
+def a_submission(sizes: Sequence[int], ack: AckLevel = "os") -> Submission:
     names = a_chain(SPACE, len(sizes)).names
     puts = [BlockPut(name, 4, bytes(size)) for name, size in zip(names, sizes, strict=True)]
-    return Submission(SPACE, AGENT, "os", puts, [memoryview(put.payload) for put in puts])
+    return Submission(SPACE, AGENT, ack, puts, [memoryview(put.payload) for put in puts])
 
 
 def keys_of(batch: Submission, *positions: int) -> list[bytes]:
@@ -164,6 +178,44 @@ def test_a_block_too_large_for_the_arena_goes_alone_through_the_socket() -> None
         os.close(fd)
 
 
+def test_parts_that_the_disk_shall_have_wait_for_one_flush() -> None:
+    """Each is begun; what was acknowledged of all is confirmed at the end, and what the disk lost is refused."""
+    batch = a_submission([SIZE] * 6, "disk")
+    hold = FakeHold([[STORED] * 2, [PutOutcome.TOUCHED, REFUSED], [PutOutcome.REPLACED, STORED]])
+    hold.put(batch)
+    assert hold.acks == {"begun"}
+    assert hold.confirmed == keys_of(batch, 0, 1, 2, 4, 5)
+    assert batch.outcomes == [STORED, STORED, REFUSED, REFUSED, PutOutcome.REPLACED, STORED]
+
+
+def test_one_part_that_the_disk_shall_have_waits_for_its_own() -> None:
+    batch = a_submission([SIZE] * 2, "disk")
+    hold = FakeHold([[STORED] * 2])
+    hold.put(batch)
+    assert (hold.acks, hold.confirmed) == ({"disk"}, ())
+    assert batch.outcomes == [STORED] * 2
+
+
+@pytest.mark.parametrize("answers", [[[STORED] * 2, [STORED] * 2], [[STORED] * 2]], ids=["at the end", "before it"])
+def test_what_was_only_begun_is_sent_again(answers: list[Answer]) -> None:
+    """A connection that breaks before the disk confirmed leaves nothing acknowledged."""
+    batch = a_submission([SIZE] * 4, "disk")
+    with pytest.raises(Unavailable):
+        FakeHold([*answers, Unavailable("gone")]).put(batch)
+    assert batch.outcomes == [UNREACHABLE] * 4
+    again = FakeHold([[PutOutcome.TOUCHED] * 2] * 2)
+    again.put(batch)
+    assert again.confirmed == keys_of(batch, 0, 1, 2, 3)
+    assert batch.outcomes == [PutOutcome.TOUCHED, PutOutcome.TOUCHED, REFUSED, PutOutcome.TOUCHED]
+
+
+def test_an_overloaded_part_leaves_the_others_confirmed() -> None:
+    batch = a_submission([SIZE] * 4, "disk")
+    with pytest.raises(Overloaded):
+        FakeHold([[STORED] * 2, Overloaded("no room")]).put(batch)
+    assert batch.outcomes == [STORED] * 2 + [UNREACHABLE] * 2
+
+
 # --- with a daemon --------------------------------------------------------------------------------------------------
 
 
@@ -213,3 +265,24 @@ def check(client: StoreClient, space: SpaceId, puts: Sequence[BlockPut]) -> None
     statuses = client.get_into(space, [put.name for put in puts], buffers)
     assert statuses == [GetStatus.OK] * len(puts)
     assert buffers == [put.payload for put in puts]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["tcp", "same host"])
+def test_a_put_in_parts_is_on_disk_when_it_is_acknowledged(folder: Path, way: int) -> None:
+    """One flush a segment, not one a part; blocks that the disk does not take are refused and not served."""
+    files = FaultyFiles()
+    config = NodeConfig(directories=(folder / "data",), capacity_bytes=256 * limits.MIB, segment_bytes=64 * limits.MIB)
+    node = Node.open(config, ManualClock(), TEST_RULES, files=files)
+    with served(node, folder) as server, client_of(server.addresses[way], connections_per_node=1) as client:
+        space = client.register_space(a_space())
+        first, second = (puts_of(list(a_chain(space, 7, seed=seed).names), SIZE) for seed in (1, 2))
+        before = files.calls.get("fdatasync", 0)
+        assert client.put(space, first, traffic_class=AGENT, ack="disk") == [STORED] * 7
+        assert files.calls["fdatasync"] == before + 1
+        files.errors["fdatasync"] = errno.EIO
+        assert client.put(space, second, traffic_class=AGENT, ack="disk") == [REFUSED] * 7
+        files.errors.clear()
+        presence = client.lookup(space, [put.name for put in [*first, *second]]).presence.tolist()
+        assert presence == [Presence.PRESENT] * 7 + [Presence.QUARANTINED] * 7
+        check(client, space, first)
+    node.close()
