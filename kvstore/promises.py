@@ -44,7 +44,9 @@ class ClassIngest:
     since_s: int
 
     def rate_bytes_per_s(self, window_s: int) -> float:
-        """Mean over the last ``window_s``, or over what was counted if that is less."""
+        """Mean over the last ``window_s``, or over what was counted if that is less, but over an hour at least: the
+        first minutes of a node are no trend.
+        """
         return self._rate(self.stored_bytes, window_s)
 
     def lengthened_bytes(self, window_s: int) -> float:
@@ -62,7 +64,7 @@ class ClassIngest:
         return sum(self.stored_bytes) / blocks if blocks else 0.0
 
     def _rate(self, hours: Sequence[int], window_s: int) -> float:
-        span_s = min(window_s, max(self.now_s - self.since_s, 60))
+        span_s = min(window_s, max(self.now_s - self.since_s, HOUR_S))
         total, left_s, hour_s = 0.0, float(span_s), self.now_s % HOUR_S or HOUR_S
         for count in hours if self.now_s % HOUR_S else hours[1:]:
             share = min(1.0, left_s / hour_s)
@@ -188,13 +190,17 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``breaks_in_s``: until the first promise breaks; None: none does. ``missing_bytes``: disk that would mend it."""
+    """``breaks_in_s``: until the first promise breaks; None: none does. ``missing_bytes``: disk that would mend it.
+
+    ``counted_s``: how long the counts go back that it rests on.
+    """
 
     classes: tuple[Outlook, ...]
     demand_bytes: float
     usable_bytes: int
     missing_bytes: float
     breaks_in_s: float | None
+    counted_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +238,8 @@ def forecast(ingest: Mapping[int, ClassIngest], rules: ClassRules, room: Room, w
     spare_bytes = max(0.0, room.usable_bytes - demand_bytes)
     classes = tuple(_outlook(flow, kept_s[flow.rule.class_byte], spare_bytes) for flow in flows)
     breaks_in_s = _breaks_in_s(flows, ingest, room) if missing_bytes else None
-    return Forecast(classes, demand_bytes, room.usable_bytes, missing_bytes, breaks_in_s)
+    counted_s = max((item.now_s - item.since_s for item in ingest.values()), default=0)
+    return Forecast(classes, demand_bytes, room.usable_bytes, missing_bytes, breaks_in_s, counted_s)
 
 
 def promise_stats(parts: Sequence[tuple[Mapping[int, ClassIngest], Room]], rules: ClassRules) -> dict[str, Any]:

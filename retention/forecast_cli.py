@@ -51,7 +51,9 @@ def add_forecast(app: typer.Typer, sessions: Sessions) -> None:
         with sessions.open(store, token_file, deadline, as_json) as session:
             with session.each_node() as nodes:
                 prospect = forecast_nodes(nodes, window_s=window.seconds, deadline_s=session.deadline_s)
-            session.show(prospect_json(prospect, window), prospect_table(prospect, window), *prospect_lines(prospect))
+            session.show(
+                prospect_json(prospect, window), prospect_table(prospect, window), *prospect_lines(prospect, window)
+            )
             session.fail_for(prospect.nodes_failed)
 
 
@@ -78,9 +80,11 @@ def prospect_table(prospect: Prospect, window: Window) -> Table:
     return table
 
 
-def prospect_lines(prospect: Prospect) -> Iterator[str]:
+def prospect_lines(prospect: Prospect, window: Window) -> Iterator[str]:
     """When the first promise breaks on each node, and the ways out."""
     for name, node in prospect.nodes.items():
+        if node.forecast.counted_s < window.seconds:
+            yield f"{name}: counting began {span(node.forecast.counted_s)} ago; this will change"
         breaks_in_s = node.forecast.breaks_in_s
         if breaks_in_s is None:
             yield f"{name}: every promise holds"

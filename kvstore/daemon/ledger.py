@@ -501,6 +501,8 @@ class Ledger:
     def _drop_unreadable(self, slot: int) -> None:
         self.counters.corrupt += 1
         with self.changing():
+            if self.events.recording:
+                self.events.lost()
             fingerprint = self.presence.fingerprints_of(np.array([slot]))
             self.presence.remove(np.array([slot]))
             self.presence.tombstones.bury(fingerprint, np.array([Presence.QUARANTINED], dtype=np.uint8), 0)

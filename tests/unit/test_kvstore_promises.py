@@ -129,8 +129,9 @@ def test_the_window_is_the_last_hour_or_day() -> None:
     assert burst.rate_bytes_per_s(DAY_S) == pytest.approx(24 * MIB / DAY_S)
     half = replace(burst, now_s=NOW_S + HOUR_S // 2)
     assert replace(half, stored_bytes=(MIB, 2 * MIB)).rate_bytes_per_s(HOUR_S) == pytest.approx(2 * MIB / HOUR_S)
-    young = ClassIngest((MIB,), (0,), (0,), (1,), NOW_S + 600, NOW_S)
-    assert young.rate_bytes_per_s(DAY_S) == pytest.approx(MIB / 600)
+    young = ClassIngest((MIB, 4 * MIB, 4 * MIB), (0,) * 3, (0,) * 3, (1,) * 3, NOW_S + 900, NOW_S - 2 * HOUR_S)
+    assert young.rate_bytes_per_s(DAY_S) == pytest.approx(9 * MIB / 8100)
+    assert replace(young, since_s=NOW_S + 890).rate_bytes_per_s(DAY_S) == young.rate_bytes_per_s(HOUR_S)
 
 
 def test_what_a_node_tells_is_read_back() -> None:

@@ -224,6 +224,7 @@ def test_the_command_says_when_and_what_mends_it(tmp_path: Path) -> None:
         hour = json.loads(run({"here": node}, "--json", "--window", "hour").stdout)
         some = run({"here": node, "there": _Down(clock)}, "--json")
     assert "the first promise breaks in" in text
+    assert "counting began" not in text
     assert re.search(r"reprise retention policy set --keep agent=\d", text)
     assert re.search(r"add [\d.]+ MiB of capacity", text)
     assert document["nodes"]["here"]["classes"][0]["name"] == "agent"
@@ -241,7 +242,7 @@ def test_a_store_that_tells_nothing_is_named() -> None:
     assert "older version" in json.loads(result.stdout)["nodes_failed"]["old"]
     fine = run({"new": _Told(clock, {}, ingest_from_json(EMPTY)[1])})
     assert fine.exit_code == EXIT_OK
-    assert "new: every promise holds" in fine.stdout
+    assert "new: counting began 0s ago; this will change\nnew: every promise holds" in fine.stdout
 
 
 EMPTY = {"classes": [], "room": {"segment_bytes": MIB, "segments_max": 8, "segments_used": 0}}
