@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -47,6 +47,7 @@ from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateName, TokenDi
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DEADLINE_S_DEFAULT,
+    KEY_BYTES,
     LOOKUP_KEYS_MAX,
     SCAN_PAGE_MAX,
     STATE_BYTES_MAX,
@@ -202,7 +203,7 @@ class Node:
                 view = memoryview(buffers[at]).cast("B")
                 statuses[at] = shard.read_into(space_id, names[at], view, self._clock.now_s())
 
-        homes = _grouped(map(self._home, names)) if len(self._shards) > 1 else {self._shards[0]: range(len(names))}
+        homes = self._homes(b"".join([name.key for name in names]))
         with self._load_rate.begin(sum(memoryview(buffer).nbytes for buffer in buffers)) as answering:
             done = self._lanes.run({shard: partial(read, shard, part) for shard, part in homes.items()})
             answering.done(
@@ -224,7 +225,7 @@ class Node:
         now_s = self._clock.now_s()
         if len(self._shards) == 1 or not names:
             return lend({self._shards[0]: range(len(names))}, space_id, names, now_s)
-        homes: dict[Lender, Sequence[int]] = dict(_grouped(map(self._home, names)).items())
+        homes: dict[Lender, Sequence[int]] = dict(self._homes(names.keys).items())
         loan = lend(homes, space_id, names, now_s)
         loan.read_ahead()
         return loan
@@ -554,21 +555,40 @@ class Node:
         first = self._shards[0]
         if len(self._shards) == 1 and (batch.rows["stored_bytes"] <= first.payload_bytes_max).all():
             return {first: list(range(len(blocks)))} if blocks else {}
-        homes: dict[Shard, list[int]] = {shard: [] for shard in self._shards}
-        for at, size in enumerate(batch.rows["stored_bytes"].tolist()):
-            shard = self._home(blocks[at].name) if len(homes) > 1 else first
-            if size <= shard.payload_bytes_max:
-                homes[shard].append(at)
-        return {shard: positions for shard, positions in homes.items() if positions}
+        sizes = batch.rows["stored_bytes"].tolist()
+        homes = self._homes(b"".join(batch.keys), [block.name.route for block in blocks])
+        fitting = {
+            shard: [at for at in positions if sizes[at] <= shard.payload_bytes_max]
+            for shard, positions in homes.items()
+        }
+        return {shard: positions for shard, positions in fitting.items() if positions}
+
+    def _homes(self, keys: bytes, routes: Sequence[bytes] = ()) -> dict[Shard, Sequence[int]]:
+        """Positions of some keys by the shard that has the block, else the one that its route chooses; without routes
+        any will do, since what no shard has is a miss.
+        """
+        count = len(keys) // KEY_BYTES
+        if len(self._shards) == 1:
+            return {self._shards[0]: range(count)} if count else {}
+        words = key_words(keys)
+        home = np.full(count, -1)
+        for number, shard in enumerate(self._shards):
+            home[(home < 0) & shard.has(words)] = number
+        strange = np.flatnonzero(home < 0)
+        chosen = {route: self._by_route(route) for route in {routes[at] for at in strange.tolist()}} if routes else {}
+        home[strange] = [chosen[routes[at]] for at in strange.tolist()] if routes else 0
+        return {
+            shard: positions.tolist()
+            for number, shard in enumerate(self._shards)
+            if len(positions := np.flatnonzero(home == number))
+        }
+
+    def _by_route(self, route: bytes) -> int:
+        weights = [xxhash.xxh3_64_intdigest(shard.volume.volume_id + route) for shard in self._shards]
+        return weights.index(max(weights))
 
     def _home(self, name: BlockName) -> Shard:
-        """The shard that has the block, else the one that its route chooses."""
-        if len(self._shards) == 1:
-            return self._shards[0]
-        for shard in self._shards:
-            if shard.has(name.key):
-                return shard
-        return max(self._shards, key=lambda shard: xxhash.xxh3_64_intdigest(shard.volume.volume_id + name.route))
+        return next(iter(self._homes(name.key, [name.route])))
 
     def _delete(self, space_id: SpaceId, keys: list[BlockKey] | None, deadline_s: float) -> int:
         end_s = time.monotonic() + deadline_s
@@ -618,11 +638,3 @@ class Node:
             self._scrubbers = [shard.scrubber(rate, self._clock) for shard in self._shards]
             for scrubber in self._scrubbers:
                 scrubber.start()
-
-
-def _grouped(homes: Iterable[Shard]) -> dict[Shard, Sequence[int]]:
-    """Positions by shard."""
-    groups: dict[Shard, list[int]] = {}
-    for at, shard in enumerate(homes):
-        groups.setdefault(shard, []).append(at)
-    return {**groups}

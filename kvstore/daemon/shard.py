@@ -188,10 +188,10 @@ class Shard:
         with self._ledger.lock:
             return self._ledger.presence.answer(words, space_id, digests, now_s)
 
-    def has(self, key: BlockKey) -> bool:
-        """Whether a record of the key is here, served or not."""
+    def has(self, words: Words) -> npt.NDArray[np.bool_]:
+        """Of which keys (``key_words``) a record is here, served or not."""
         with self._ledger.lock:
-            return self._ledger.presence.slot(key) >= 0
+            return self._ledger.presence.slots(words) >= 0
 
     def read_into(self, space_id: SpaceId, name: BlockName, buffer: bytearray | memoryview, now_s: float) -> GetStatus:
         """Fill the buffer with a verified payload; it is zeroed if that failed after bytes had gone into it.
