@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from kvstore import control, limits, receive, submission, transfer, wire
+from kvstore.arena import ArenaOfClient, Reservation, ordinary
 from kvstore.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -73,8 +74,9 @@ REPORT_S = 1.0
 class StoreClient:
     """A ``Store`` over one or several nodes. Thread-safe. Connects when first used, so a node may come up later."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, arena: ArenaOfClient) -> None:
         self._fleet = fleet
+        self._arena = arena
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._spaces: dict[SpaceId, Space] = {}
@@ -115,9 +117,13 @@ class StoreClient:
         parsed = [parse_address(text) for text in addresses]
         placement = Placement([address.name for address in parsed])
         hello = new_hello(token, tenant)
-        links = [NodeLink(address, hello, connections_per_node, monotonic, same_host=same_host) for address in parsed]
+        arena = ArenaOfClient()
+        links = [
+            NodeLink(address, hello, connections_per_node, monotonic, same_host=same_host, arena=arena)
+            for address in parsed
+        ]
         threads = min(len(links) * (connections_per_node + 1), THREADS_MAX)
-        return cls(Fleet(links, placement, ThreadPoolExecutor(threads, "store-client"), monotonic))
+        return cls(Fleet(links, placement, ThreadPoolExecutor(threads, "store-client"), monotonic), arena)
 
     # --- data plane -------------------------------------------------------------------------------------------------
 
@@ -238,6 +244,17 @@ class StoreClient:
             self._count("unreachable", 1)
         self._count("corrupt" if bad else "overtaken", 1)
         return bad
+
+    def reserve(self, sizes: Sequence[int]) -> Reservation:
+        """Memory to make payloads of these lengths in: put from there, a store on this host takes them without a copy.
+
+        Ordinary memory where no node is on this host, or when all that is shared is in use. Raises ValueError for
+        lengths that a block cannot have, or more than a call may move.
+        """
+        if not all(1 <= size <= limits.PAYLOAD_BYTES_MAX for size in sizes) or sum(sizes) > limits.BATCH_BYTES_MAX:
+            raise ValueError(f"payloads have 1..{limits.PAYLOAD_BYTES_MAX} bytes, and {limits.BATCH_BYTES_MAX} in all")
+        arena = self._arena.get() if any(link.shares for link in self._fleet.links) else None
+        return (arena.reserve(sizes) if arena is not None else None) or ordinary(sizes)
 
     def put(
         self,
@@ -558,6 +575,7 @@ class StoreClient:
     def close(self) -> None:
         self._closing.set()
         self._fleet.close()
+        self._arena.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -73,8 +73,8 @@ LEASE_S = 5.0
 """Extents lent over a Unix socket may be read this long; then their segments may be recycled."""
 DESCRIPTORS_MAX = 256
 """Descriptors of segments that one connection holds; when more are needed, all are sent anew."""
-ARENA_BYTES_MAX = 256 * MIB
-"""Memory that a client shares on one connection; more is refused, and its puts go through the socket."""
+ARENA_BYTES_MAX = 512 * MIB
+"""Memory that a client shares with daemons on its host; payloads for which it has no room are made elsewhere."""
 
 # One node
 CONNECTIONS_MAX = 4096

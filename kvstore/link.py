@@ -9,7 +9,6 @@ same host is let go with it.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from kvstore import limits, sharing, wire
+from kvstore.arena import ArenaOfClient
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError, Unavailable, VersionMismatch
-from kvstore.framing import Address, Channel, connect, expect_reply
+from kvstore.framing import Address, Channel, close_all, connect, expect_reply
 from kvstore.keys import KEY_ALGORITHM
-from kvstore.local import Arena, Peer
+from kvstore.local import PART_BYTES, PARTS, Peer
 
 T = TypeVar("T")
 Receive = Callable[[Channel, wire.Header, bytes], T]
@@ -262,12 +262,16 @@ class NodeLink:
         monotonic: Callable[[], float] = time.monotonic,
         *,
         same_host: bool = True,
+        arena: ArenaOfClient | None = None,
     ) -> None:
+        """``arena``: one that several links share and that its owner closes; None: one of its own."""
         self.address = address
         self.circuit = Circuit(monotonic)
         self._hello = hello
         self._monotonic = monotonic
-        self._same_host = same_host
+        self.shares = same_host and bool(address.path)
+        self._arena = arena or ArenaOfClient()
+        self._owns_arena = arena is None
         self.connections = connections
         self._lanes = {bulk: Lane(connections) for bulk in (False, True)}
         self._request_ids = itertools.count(1)
@@ -299,6 +303,8 @@ class NodeLink:
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.drop(close=True)
+        if self._owns_arena:
+            self._arena.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -355,8 +361,9 @@ class NodeLink:
                 raise VersionMismatch(
                     f"node {self.name} makes keys by {welcome.key_algorithm!r}, this client by {KEY_ALGORITHM!r}"
                 )
-            if bulk and self._same_host and self.address.path:
-                connection.peer = _share(Hold(connection, deadline_s, self._request_ids, self._monotonic))
+            if bulk and self.shares:
+                hold = Hold(connection, deadline_s, self._request_ids, self._monotonic)
+                connection.peer = _share(hold, self._arena)
         except BaseException:
             connection.close()
             raise
@@ -367,24 +374,27 @@ class NodeLink:
             lane.drop()
 
 
-def _share(hold: Hold) -> Peer | None:
-    """Offer the daemon an arena, and learn whether it lends segments; None where either side cannot or will not."""
-    try:
-        arena, fd = Arena.create()
-    except OSError:
+def _share(hold: Hold, owner: ArenaOfClient) -> Peer | None:
+    """Offer the daemon the arena, and learn whether it lends segments; None where either side cannot or will not."""
+    arena = owner.get()
+    part = arena.take(PARTS * PART_BYTES) if arena is not None else None
+    if arena is None or part is None:
         return None
+    granted = False
+    fd = None
     try:
+        fd = owner.open()
+        if fd is None:
+            return None
         call = Call(wire.Opcode.SHARE, sharing.encode_share(len(arena)))
-        shared = hold.take(call.opcode, hold.send(call, [fd]), lambda _, header, body: sharing.decode_shared(body))
-    except BaseException:
-        arena.close()
-        raise
+        request_id = hold.send(call, [fd])
+        shared = hold.take(call.opcode, request_id, lambda _, header, body: sharing.decode_shared(body))
+        granted = shared.granted
     finally:
-        os.close(fd)
-    if not shared.granted:
-        arena.close()
-        return None
-    return Peer(arena, shared.lease_s)
+        close_all([fd])
+        if not granted:
+            arena.give(part)
+    return Peer(arena, part, shared.lease_s) if granted else None
 
 
 def new_hello(token: str | None, tenant: str | None) -> wire.Hello:

@@ -18,7 +18,7 @@ from kvstore import limits, receive, sharing, wire
 from kvstore.errors import CapacityProtected, DeadlineExceeded, Overloaded, ProtocolError, StoreError, Unavailable
 from kvstore.keys import SpaceId
 from kvstore.link import Call, Hold
-from kvstore.local import PART_BYTES, PARTS, Arena
+from kvstore.local import PART_BYTES, PARTS, Peer
 from kvstore.store import AckLevel, BlockPut, PutOutcome
 
 Part = Sequence[int]
@@ -123,7 +123,7 @@ def put(hold: Hold, submission: Submission) -> None:
             failure = _settle(hold, submission, *under_way.popleft()) or failure
             if failure is not None and not isinstance(failure, Overloaded):
                 break
-        call = _call(hold.peer.arena if hold.peer else None, submission, part, number % PARTS)
+        call = _call(hold.peer, submission, part, number % PARTS)
         under_way.append((part, call.opcode, hold.send(call)))
     while under_way:
         failure = _settle(hold, submission, *under_way.popleft()) or failure
@@ -156,12 +156,12 @@ def _settle(
     return None
 
 
-def _call(arena: Arena | None, submission: Submission, part: Part, slot: int) -> Call:
-    """The request that carries a part: through a slot of the arena if it fits, else through the socket."""
+def _call(peer: Peer | None, submission: Submission, part: Part, number: int) -> Call:
+    """The request that carries a part: through the arena if it lies there or fits in, else through the socket."""
     views = [submission.views[at] for at in part]
     total_bytes = sum(map(len, views))
-    if arena is None or total_bytes > PART_BYTES:
+    if peer is None or (total_bytes > PART_BYTES and peer.arena.find(views[0]) is None):
         checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
         return Call(wire.Opcode.PUT, submission.body(part, checksums), views, total_bytes, bulk=True)
-    checksums, offsets = arena.fill(slot, views)
+    checksums, offsets = peer.arena.place(peer.begin_of(number), views)
     return Call(wire.Opcode.PUT_LOCAL, sharing.encode_put_local(offsets, submission.body(part, checksums)), bulk=True)

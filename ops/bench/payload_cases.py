@@ -127,13 +127,15 @@ def _get_bars(size: int, batch: int, network: bool) -> tuple[Bar, ...]:
 
 
 def put_cases(ground: Ground) -> Generator[Case]:
-    """Puts acknowledged at ``os``: over both transports, of one block and of a batch, into recycled segments."""
+    """Puts acknowledged at ``os``: over both transports, of one block and of a batch, into recycled segments; and from
+    memory that the client shares.
+    """
     settings = ground.settings
     with _recycled(ground) as store:
         for size in settings.sizes:
             for batch in (settings.batch, 1):
-                for network in (False, True):
-                    with _put_case(ground, store, size, batch, network) as case:
+                for way in ("same host", "same host, in place", "network"):
+                    with _put_case(ground, store, size, batch, way) as case:
                         yield case
 
 
@@ -142,7 +144,7 @@ def disk_cases(ground: Ground) -> Generator[Case]:
     with _recycled(ground) as store:
         for size in ground.settings.sizes:
             batch = min(DISK_BATCH_BYTES // size, ground.settings.batch * MIB // size) or 1
-            with _put_case(ground, store, size, min(batch, 1024), network=False, ack="disk") as case:
+            with _put_case(ground, store, size, min(batch, 1024), "same host", ack="disk") as case:
                 yield case
 
 
@@ -158,17 +160,18 @@ def _recycled(ground: Ground) -> Iterator[Filled]:
 
 
 @contextmanager
-def _put_case(
-    ground: Ground, store: Filled, size: int, batch: int, network: bool, ack: AckLevel = "os"
-) -> Iterator[Case]:
+def _put_case(ground: Ground, store: Filled, size: int, batch: int, way: str, ack: AckLevel = "os") -> Iterator[Case]:
     with ExitStack() as stack:
-        views = Buffers(size, batch, base_payload(size)).views
+        network, in_place = way == "network", way == "same host, in place"
+        connection = _closing(stack, StoreClient.connect([store.process.tcp if network else store.process.unix]))
+        views: Sequence[memoryview] = Buffers(size, batch, base_payload(size)).views
+        if in_place:
+            views = _made_in_place(stack, connection, views)
         targets = Buffers(size, batch).views
         echo = _closing(stack, Echo.start(size * batch))
         raw = _closing(
             stack, RawFile.create(ground.folder / "raw", max(2 * size * batch, ground.settings.population_bytes))
         )
-        connection = _closing(stack, StoreClient.connect([store.process.tcp if network else store.process.unix]))
         client = Client(store, connection, views, ground)
         amount = size * batch
         disk = ack == "disk"
@@ -182,9 +185,19 @@ def _put_case(
             contenders.insert(1, Contender(FSYNC, "limit", amount, lambda: raw.write_on(views, sync=True)))
         else:
             contenders += [_writing(peer, size, views) for peer in ground.peers]
-        name = "put disk" if disk else f"put os {'network' if network else 'same host'}"
+        name = "put disk" if disk else f"put os {way}"
         notes = () if disk else ("peers overwrite the same keys and keep nothing after kill -9",)
         yield Case(name, "B", tuple(contenders), _put_bars(size, batch, network, disk), size, batch, notes)
+
+
+def _made_in_place(stack: ExitStack, client: StoreClient, views: Sequence[memoryview]) -> Sequence[memoryview]:
+    """The same payloads in memory that the client shares with the store."""
+    room = client.reserve([len(view) for view in views])
+    stack.callback(room.release)
+    if not room.shared:
+        raise BenchFailed("the client has no memory to share for a batch of this size")
+    copy(views, room.views)
+    return room.views
 
 
 def _put_bars(size: int, batch: int, network: bool, disk: bool) -> tuple[Bar, ...]:

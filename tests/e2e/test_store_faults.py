@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from kvstore import wire
+from kvstore.arena import Arena
 from kvstore.client import StoreClient
 from kvstore.daemon.fsck import check
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
@@ -34,7 +35,6 @@ from kvstore.framing import parse_address
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
 from kvstore.link import Call, NodeLink, new_hello
-from kvstore.local import Arena
 from kvstore.store import AckLevel, GetStatus, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules

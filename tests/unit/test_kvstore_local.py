@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore import extents, limits, local, receive, sharing, submission, transfer, wire
+from kvstore import arena, extents, limits, local, receive, sharing, submission, transfer, wire
 from kvstore.client import StoreClient
 from kvstore.daemon.files import Files
 from kvstore.daemon.lending import Neighbour
@@ -398,7 +398,7 @@ def test_an_arena_that_could_be_cut_short_is_not_mapped(tmp_path: Path) -> None:
     os.ftruncate(fd, 8192)
     with pytest.raises(Unauthorized, match="sealed"):
         Neighbour.open(fd, 8192)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, local.SEALS)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, arena.SEALS)
     with pytest.raises(Unauthorized, match="size"):
         Neighbour.open(fd, 4096)
     neighbour = Neighbour.open(fd, 8192)
@@ -453,8 +453,8 @@ def test_bytes_changed_in_the_arena_before_they_are_written_are_altered(bench: B
 
     def talk(hold: Hold) -> list[PutOutcome]:
         assert hold.peer is not None
-        checksums, offsets = hold.peer.arena.fill(0, batch.views)
-        hold.peer.arena.fill(0, [batch.views[0], other])
+        checksums, offsets = hold.peer.arena.place(hold.peer.begin_of(0), batch.views)
+        hold.peer.arena.place(hold.peer.begin_of(0), [batch.views[0], other])
         body = sharing.encode_put_local(offsets, batch.body(range(3), checksums))
         return hold.ask(Call(wire.Opcode.PUT_LOCAL, body), receive.take_put)
 
@@ -492,8 +492,8 @@ def test_bytes_changed_in_the_arena_while_they_are_written_are_altered() -> None
 
         def talk(hold: Hold, batch: Submission = batch) -> list[PutOutcome]:
             assert hold.peer is not None
-            arena = hold.peer.arena
-            files.scribble = lambda: arena.fill(0, [memoryview(b"q")])
+            arena, begin = hold.peer.arena, hold.peer.begin_of(0)
+            files.scribble = lambda: arena.place(begin, [memoryview(b"q")])
             submission.put(hold, batch)
             return batch.outcomes
 

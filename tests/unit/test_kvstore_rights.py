@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import control, sharing, wire
+from kvstore.arena import Arena
 from kvstore.daemon.rights import OPCODES, VERBS, Role, grant_of
 from kvstore.daemon.server import Server
 from kvstore.daemon.tokens import Tokens
@@ -19,7 +20,6 @@ from kvstore.errors import StoreError, Unauthorized
 from kvstore.framing import parse_address
 from kvstore.keys import StateName, encode_space, space_id, tenant_salt
 from kvstore.link import Call, NodeLink, new_hello
-from kvstore.local import Arena
 from kvstore.purges import PurgeOrder, order_to_json
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT

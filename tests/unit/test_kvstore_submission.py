@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 
 from kvstore import limits, sharing, submission, wire
+from kvstore.arena import Arena
 from kvstore.client import StoreClient
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.errors import CapacityProtected, Overloaded, ProtocolError, SpaceUnknown, StoreError, Unavailable
 from kvstore.keys import BlockName, SpaceId
 from kvstore.link import Call, Hold
-from kvstore.local import PART_BYTES, PARTS, Arena
+from kvstore.local import PART_BYTES, PARTS, Peer
 from kvstore.store import AckLevel, BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.submission import Submission
 from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
@@ -40,16 +41,11 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-class FakePeer:
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-
-
 class FakeHold:
     """Answers what it is told to, and remembers what was asked and how much was under way."""
 
     def __init__(self, answers: Sequence[Answer], arena: Arena | None = None) -> None:
-        self.peer = FakePeer(arena) if arena is not None else None
+        self.peer = Peer(arena, (0, PARTS * PART_BYTES), 5.0) if arena is not None else None
         self.sent: list[tuple[wire.Opcode, list[bytes]]] = []
         self.under_way_max = 0
         self.acks: set[str] = set()
@@ -107,7 +103,7 @@ def test_parts_have_at_most_their_bytes_or_one_block() -> None:
 
 
 def test_some_parts_are_under_way_at_once_and_no_more() -> None:
-    """While one is written the next is sent; a slot of the arena is not filled again before its answer came."""
+    """While one is written the next is sent; a part of the arena is not filled again before its answer came."""
     batch = a_submission([SIZE] * 9)
     hold = FakeHold([[STORED] * 2] * 4 + [[STORED]])
     hold.put(batch)

@@ -32,7 +32,7 @@ SPACE_ID: SpaceId = space_id(SPACE)
 KIB = 1024
 CASES: dict[str, set[str]] = {
     "get": {"get same host", "get network"},
-    "put": {"put os same host", "put os network"},
+    "put": {"put os same host", "put os same host, in place", "put os network"},
     "disk": {"put disk"},
     "cold": {"get cold"},
     "beside": {"look-up beside 2 readers", "2 readers beside look-ups"},
