@@ -50,6 +50,8 @@ DEADLINE_S_DEFAULT = 5.0
 DEADLINE_S_MAX = 600.0
 FRAME_S_MAX = 30.0
 """A frame that has begun must be complete within this; a slower peer is disconnected."""
+STALL_S_MAX = 5.0
+"""A peer that takes nothing of an answer's payload for this long is disconnected: its blocks are leased meanwhile."""
 IDLE_S_MAX = 3600.0
 """A connection without a request for this long is closed."""
 HELLO_S_MAX = 5.0
@@ -122,4 +124,4 @@ assert SEGMENT_BYTES_MIN <= SEGMENT_BYTES_DEFAULT <= SEGMENT_BYTES_MAX
 assert EVENT_BLOCKS_MAX * 1000 <= EVENT_LINE_BYTES_MAX
 assert EVENT_BLOCKS_MAX * 4 * KEY_BYTES <= EVENTS_BYTES_MAX and EVENTS_POLL_S < EVENTS_ALIVE_S < EVENTS_LINGER_S
 assert 0 < LEASE_S <= FRAME_S_MAX and DESCRIPTORS_MAX <= BATCH_BLOCKS_MAX
-assert HELLO_S_MAX <= FRAME_S_MAX <= IDLE_S_MAX
+assert max(HELLO_S_MAX, STALL_S_MAX) <= FRAME_S_MAX <= IDLE_S_MAX

@@ -79,6 +79,7 @@ class Outgoing:
         metrics: ServerMetrics,
         monotonic: Callable[[], float],
         lease_s: float,
+        stall_s: float,
     ) -> None:
         self._backend = backend
         self._files = backend if isinstance(backend, FileBackend) else None
@@ -87,6 +88,7 @@ class Outgoing:
         self._metrics = metrics
         self._monotonic = monotonic
         self._lease_s = lease_s
+        self._stall_s = stall_s
 
     @property
     def shares(self) -> bool:
@@ -104,7 +106,7 @@ class Outgoing:
             lent = np.flatnonzero(loan.rows["status"] == LENT)
             plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
             request.answer(extents.encode_rows(loan.rows), plan.total_bytes, more=bool(plan.order))
-            _send(request, plan, loan, made)
+            _send(request, plan, loan, made, self._stall_s)
             payload_bytes = sum(plan.sizes)
             answering.done(payload_bytes)
         self._metrics.payload_out.inc(payload_bytes)
@@ -124,7 +126,7 @@ class Outgoing:
             loan.answering = self._load_rate.begin(place.payload_bytes)
             record_bytes = HEADER_BYTES + place.payload_bytes
             request.answer(extents.encode_row(row), record_bytes, more=True)
-            request.channel.send_file(place.segment.fd, row.offset, record_bytes)
+            request.send_file(place.segment.fd, row.offset, record_bytes, self._stall_s)
             loan.answering.done()
         finally:
             loan.close()
@@ -205,16 +207,15 @@ class Outgoing:
         neighbour_of(request).release()
 
 
-def _send(request: Request, plan: Plan, loan: Loan, made: dict[int, tuple[bytes, Buffer]]) -> None:
-    """The payload of a GET answer: run after run, each in one piece."""
+def _send(request: Request, plan: Plan, loan: Loan, made: dict[int, tuple[bytes, Buffer]], stall_s: float) -> None:
+    """The payload of a GET answer: run after run."""
     for run, begin in enumerate(plan.runs[:-1]):
         row = plan.order[begin]
         if row in made:
-            header, data = made[row]
-            request.channel.send(header, (data,))
+            request.send_made(*made[row], stall_s)
         else:
             segment, _ = loan.files[plan.files[begin]]
-            request.channel.send_file(segment.fd, plan.offsets[begin], plan.run_bytes(run))
+            request.send_file(segment.fd, plan.offsets[begin], plan.run_bytes(run), stall_s)
 
 
 def _header(space_id: SpaceId, name: BlockName, lease: Lease, offset: int) -> bytes:

@@ -20,6 +20,10 @@ from kvstore.framing import Channel
 from kvstore.store import Buffer
 
 SCRATCH_BYTES = 64 * limits.KIB
+PIECE_BYTES = 8 * limits.MIB
+"""Of a file, sent at once: a peer is given its time anew for each."""
+LATE_S = 0.25
+"""How long past its deadline an answer is still being sent, so that it is the client who finds it late."""
 
 
 class Connection:
@@ -57,6 +61,7 @@ class Request:
     """
 
     __slots__ = (
+        "_answer_until_s",
         "_left_s",
         "_monotonic",
         "_wire_s",
@@ -79,6 +84,7 @@ class Request:
         monotonic: Callable[[], float],
     ) -> None:
         self._wire_s = self._left_s = wire_s
+        self._answer_until_s = 0.0
         self._monotonic = monotonic
         self.channel = connection.channel
         self.connection = connection
@@ -129,7 +135,7 @@ class Request:
     def _begin_answer(self) -> None:
         """From now on it is the peer who is waited for, until all of the answer is taken."""
         self.answered = True
-        self.connection.until_s = self._monotonic() + self._wire_s
+        self.connection.until_s = self._answer_until_s = self._monotonic() + self._wire_s
 
     def answer(
         self, body: bytes, payload_bytes: int = 0, payloads: Sequence[Buffer] = (), *, more: bool = False
@@ -140,6 +146,26 @@ class Request:
             self.header.opcode, self.header.request_id, body, payload_bytes=payload_bytes, reply=True
         )
         self.channel.send(frame, payloads, more=more)
+
+    def send_file(self, fd: int, offset: int, count: int, stall_s: float) -> None:
+        """A part of the payload, piece by piece; a peer that does not take the next within ``stall_s`` is disconnected.
+
+        Raises DeadlineExceeded between pieces, long after the deadline; the connection is not usable then.
+        """
+        for at in range(offset, offset + count, PIECE_BYTES):
+            self._expect_progress(stall_s)
+            self.channel.send_file(fd, at, min(offset + count - at, PIECE_BYTES))
+
+    def send_made(self, header: bytes, data: Buffer, stall_s: float) -> None:
+        """As ``send_file``, of a record in memory, in one piece."""
+        self._expect_progress(stall_s)
+        self.channel.send(header, (data,))
+
+    def _expect_progress(self, stall_s: float) -> None:
+        now_s = self._monotonic()
+        if now_s > self.deadline_s + LATE_S:
+            raise DeadlineExceeded("the request's deadline passed while its answer was sent")
+        self.connection.until_s = min(now_s + stall_s, self._answer_until_s)
 
     def refuse(self, error: StoreError | ValueError) -> None:
         self.drop_payload()

@@ -54,6 +54,7 @@ class ServerConfig:
     same_host: bool = True
     """Lend segments to trusted clients on the Unix socket, and take puts from their memory."""
     lease_s: float = limits.LEASE_S
+    stall_s: float = limits.STALL_S_MAX
 
 
 class Server:
@@ -70,7 +71,9 @@ class Server:
     ) -> None:
         self._config = config
         lease_s = config.lease_s if config.same_host else 0.0
-        self._session = Session(backend, admission, metrics, config.name, config.tokens, monotonic, lease_s=lease_s)
+        self._session = Session(
+            backend, admission, metrics, config.name, config.tokens, monotonic, lease_s=lease_s, stall_s=config.stall_s
+        )
         self._listeners = listeners
         self._metrics = metrics
         self._monotonic = monotonic

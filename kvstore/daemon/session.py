@@ -55,7 +55,8 @@ class Backend(CheckedPuts, Store, PayloadBackend, Protocol):
 class Session:
     """Answers frames for one store. Stateless between frames, so one serves all connections.
 
-    ``lease_s``: how long extents are lent to clients on the same host; 0: not at all.
+    ``lease_s``: how long extents are lent to clients on the same host; 0: not at all. ``stall_s``: how long a
+    peer may take nothing of an answer's payload.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Session:
         monotonic: Callable[[], float] = time.monotonic,
         *,
         lease_s: float = 0.0,
+        stall_s: float = limits.STALL_S_MAX,
     ) -> None:
         self._lease_s = lease_s
         self._backend = backend
@@ -77,7 +79,7 @@ class Session:
         self._name = name
         self._gate = Gate(tokens, backend, monotonic)
         self._monotonic = monotonic
-        self._outgoing = Outgoing(backend, admission, self._load_rate, metrics, monotonic, lease_s)
+        self._outgoing = Outgoing(backend, admission, self._load_rate, metrics, monotonic, lease_s, stall_s)
         self._incoming = IncomingPuts(backend, admission, metrics)
         self._handlers: dict[wire.Opcode, Callable[[Request], None]] = {
             wire.Opcode.LOOKUP: self._lookup,

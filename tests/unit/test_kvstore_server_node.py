@@ -21,6 +21,7 @@ from kvstore.keys import KEY_ALGORITHM, SpaceId
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT
+from ops.bench.echo import receive_into
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
 
@@ -71,6 +72,56 @@ def test_gets_that_are_cut_off_hold_nothing(folder: Path) -> None:
             puts = [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in a_chain(space, 16, seed=seed).names]
             assert set(node.put(space, puts, traffic_class=AGENT)) == {PutOutcome.STORED}
         assert set(node.lookup(space, names).presence.tolist()) == {Presence.EVICTED}
+    node.close()
+
+
+def ask_for_32_mib(node: Node, deadline_ms: int) -> bytes:
+    """Store 32 blocks of a MiB; the frames that ask for them, HELLO included."""
+    space = node.register_space(a_space())
+    names = a_chain(space, 32).names
+    node.put(space, [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in names], traffic_class=AGENT)
+    body = wire.encode_get(space, names, [limits.MIB] * 32)
+    return HELLO + wire.encode_frame(wire.Opcode.GET, 2, body, deadline_ms=deadline_ms)
+
+
+def read_to_end(sock: socket.socket) -> int:
+    """How many bytes came until the peer closed."""
+    total = 0
+    while part := sock.recv(limits.MIB):
+        total += len(part)
+    return total
+
+
+def test_a_peer_that_never_reads_holds_its_blocks_no_longer_than_a_stall(folder: Path) -> None:
+    """Whatever deadline it names, and however long a frame may take."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    with served(node, folder, frame_s=600, stall_s=0.1) as server, connect(server) as deaf:
+        deaf.sendall(ask_for_32_mib(node, deadline_ms=600_000))
+        wait_for(lambda: server.connections == 0)
+        assert node.stats()["leases"] == 0
+    node.close()
+
+
+def test_a_peer_that_reads_slowly_but_steadily_is_served(folder: Path) -> None:
+    """All of it takes longer than a stall, no part of it does."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    with served(node, folder, stall_s=1.5) as server, connect(server) as slow:
+        slow.sendall(ask_for_32_mib(node, deadline_ms=60_000))
+        part = memoryview(bytearray(8 * limits.MIB))
+        for _ in range(4):
+            time.sleep(0.6)
+            receive_into(slow, part)
+    node.close()
+
+
+def test_an_answer_ends_between_blocks_once_its_deadline_is_long_past(folder: Path) -> None:
+    """A peer that comes back to read it finds the connection closed, and the daemon was not kept by it."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    with served(node, folder) as server, connect(server) as late:
+        late.sendall(ask_for_32_mib(node, deadline_ms=50))
+        time.sleep(0.6)
+        assert read_to_end(late) < 32 * limits.MIB
+        wait_for(lambda: node.stats()["leases"] == 0)
     node.close()
 
 
