@@ -16,9 +16,9 @@ from kvstore.client import StoreClient
 from kvstore.daemon.fsck import FsckReport
 from kvstore.daemon.node import Node
 from kvstore.errors import CapacityProtected, DeadlineExceeded, Overloaded, StoreError, Unavailable
-from kvstore.keys import space_id
-from kvstore.store import BlockInfo, GetStatus, Pin
-from kvstore.traffic import AGENT, CHAT
+from kvstore.keys import SpaceId, space_id
+from kvstore.store import AckLevel, BlockInfo, BlockPut, GetStatus, Pin, PutOutcome
+from kvstore.traffic import AGENT, CHAT, TrafficClass
 from ops.bench.crash_book import ACKNOWLEDGED, SECOND_SPACE_BLOCKS, Book, Expected, spaces
 
 BATCH_MAX = 16
@@ -90,13 +90,12 @@ class Client:
         traffic_class = some[0].traffic_class
         some = [block for block in some if block.traffic_class == traffic_class]
         puts = [block.put(exact=exact) for block in some]
-        outcomes = self._store.put(
-            space_id(some[0].space),
-            puts,
-            traffic_class=traffic_class,
-            ack="disk" if durable else "os",
-            deadline_s=CALL_S,
-        )
+        space = space_id(some[0].space)
+        if durable and isinstance(self._store, Node) and self._chance.random() < 0.5:
+            outcomes = _put_in_parts(self._store, space, puts, traffic_class)
+        else:
+            ack: AckLevel = "disk" if durable else "os"
+            outcomes = self._store.put(space, puts, traffic_class=traffic_class, ack=ack, deadline_s=CALL_S)
         for block, outcome in zip(some, outcomes, strict=True):
             block.settle(outcome, exact=exact, durable=durable or self._after_kill)
             self._book.counts[f"put {outcome.name.lower()}"] += 1
@@ -159,6 +158,24 @@ class Client:
     def _unpin(self) -> None:
         some = self._some()
         self._store.unpin(space_id(some[0].space), [block.name.key for block in some], deadline_s=CALL_S)
+
+
+def _put_in_parts(
+    node: Node, space: SpaceId, puts: Sequence[BlockPut], traffic_class: TrafficClass
+) -> list[PutOutcome]:
+    """As a client puts what the disk shall have: two parts begin, and one flush is waited for."""
+    outcomes: list[PutOutcome] = []
+    middle = len(puts) // 2
+    for part in (puts[:middle], puts[middle:]):
+        try:
+            outcomes += node.put(space, part, traffic_class=traffic_class, ack="begun", deadline_s=CALL_S)
+        except (Overloaded, CapacityProtected):
+            outcomes += [PutOutcome.REFUSED] * len(part)
+    kept = node.confirm(space, [put.name.key for put in puts], deadline_s=CALL_S)
+    return [
+        PutOutcome.REFUSED if outcome in ACKNOWLEDGED and not is_kept else outcome
+        for outcome, is_kept in zip(outcomes, kept, strict=True)
+    ]
 
 
 def void(_: object) -> None:
