@@ -4,7 +4,7 @@
     GET /metrics    Prometheus text       (Authorization: Bearer TOKEN of an operator, where the daemon has tokens)
     GET /v1/stats   the store's numbers   (the same)
     GET /v1/events  what becomes of blocks, one JSON document a line, from now on or after ?epoch=E&after=N; it goes on
-                    until the reader leaves, or with ?follow=false ends with the latest   (the same)
+                    until the reader leaves, or with ?follow=false ends with the latest   (TOKEN of a reader)
 
 Owns the endpoint's lifetime. Does not know the data plane, nor tokens: whether one may see is asked of a callable.
 Invariant: a reader of events that does not keep up finds a gap, and costs what one connection costs.
@@ -43,11 +43,12 @@ log = logging.getLogger("kvstore.daemon")
 
 @dataclass(frozen=True, slots=True)
 class EventFeed:
-    """Where events come from, and the names that they are told with."""
+    """Where events come from, the names that they are told with, and who may hear of them: the keys of all tenants."""
 
     log: EventLog
     rules: Callable[[], ClassRules]
     spaces: Callable[[], Mapping[SpaceId, Space]]
+    may_follow: Callable[[bytes], bool] = lambda token: True
 
 
 def create_app(
@@ -60,12 +61,16 @@ def create_app(
     """The application; everything that it shows comes from the callables."""
     app = FastAPI(title="Reprise store", docs_url=None, redoc_url=None, openapi_url=None)
 
-    def authorised(authorization: Annotated[str, Header()] = "") -> None:
+    def require(may: Callable[[bytes], bool], whose: str, authorization: str) -> None:
         scheme, _, token = authorization.partition(" ")
-        if not may_see(token.encode() if scheme == "Bearer" else b""):
-            raise HTTPException(
-                401, "send an operator's token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
-            )
+        if not may(token.encode() if scheme == "Bearer" else b""):
+            raise HTTPException(401, f"send {whose} token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"})
+
+    def authorised(authorization: Annotated[str, Header()] = "") -> None:
+        require(may_see, "an operator's", authorization)
+
+    def may_follow(authorization: Annotated[str, Header()] = "") -> None:
+        require(feed.may_follow, "a reader's", authorization)
 
     @app.get("/healthz")
     def healthz() -> JSONResponse:
@@ -83,7 +88,7 @@ def create_app(
         except StoreError as error:
             raise HTTPException(503, str(error)) from error
 
-    @app.get("/v1/events", dependencies=[Depends(authorised)])
+    @app.get("/v1/events", dependencies=[Depends(may_follow)])
     def events(
         epoch: Annotated[str, Query(max_length=64)] = "",
         after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,

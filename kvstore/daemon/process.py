@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
+from kvstore import wire
 from kvstore.config import StoreConfig, host_and_port
 from kvstore.daemon.admin import AdminServer, EventFeed, create_app
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
@@ -103,7 +104,11 @@ def _start_admin(
         found = tokens.find(token)
         return found is not None and "stats" in found.grant.verbs
 
-    feed = EventFeed(node.events, lambda: node.policy().rules, node.spaces)
+    def may_follow(token: bytes) -> bool:
+        found = tokens.find(token)
+        return found is not None and wire.Opcode.LOOKUP in found.grant.opcodes and not found.grant.salts
+
+    feed = EventFeed(node.events, lambda: node.policy().rules, node.spaces, may_follow)
     app = create_app(node.stats, metrics.registry, lambda: not stop.is_set(), feed, may_see)
     return AdminServer.start(app, *address)
 

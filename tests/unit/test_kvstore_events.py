@@ -251,9 +251,9 @@ def served(log: EventLog, port: int = 0, token: bytes = b"") -> Iterator[str]:
     healthy = threading.Event()
     healthy.set()
     spaces: dict[SpaceId, Space] = {}
-    feed = EventFeed(log, lambda: TEST_RULES, lambda: spaces)
+    feed = EventFeed(log, lambda: TEST_RULES, lambda: spaces, lambda given: not token or given == token)
     server = AdminServer.start(
-        create_app(dict, CollectorRegistry(), healthy.is_set, feed, lambda given: not token or given == token),
+        create_app(dict, CollectorRegistry(), healthy.is_set, feed),
         "127.0.0.1",
         port,
     )

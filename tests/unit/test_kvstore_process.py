@@ -27,7 +27,7 @@ from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
 from tests.support.stores import client_of
 
 TOKEN = "a-token-of-some-length"
-ROLES = ("reader", "operator")
+ROLES = ("reader", "operator", "tenant:acme")
 APP = build_app(lambda path: (TEST_RULES, ""))
 SERVE = (
     "import sys; from kvstore.cli import build_app; from kvstore.testing import TEST_RULES; "
@@ -156,7 +156,7 @@ def test_a_token_guards_both_endpoints(folder: Path) -> None:
     with daemon(folder, "--token-file", str(token_file)) as (_, ready):
         base = f"http://{ready['admin']}"
         assert httpx.get(f"{base}/healthz").status_code == 200
-        for path in ("/metrics", "/v1/stats"):
+        for path in ("/metrics", "/v1/stats", "/v1/events?follow=false"):
             assert httpx.get(base + path).status_code == 401
             assert httpx.get(base + path, headers={"Authorization": "Bearer wrong"}).status_code == 401
             assert httpx.get(base + path, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
@@ -167,18 +167,23 @@ def test_a_token_guards_both_endpoints(folder: Path) -> None:
 
 
 def test_a_file_of_tokens_tells_who_may_what(folder: Path) -> None:
-    """A reader's token is refused by the command and the admin endpoint that an operator's is served by."""
+    """A reader's token is refused by the command and the metrics that an operator's is served by; events name the keys
+    of all tenants, so a tenant's is refused there too.
+    """
     listed = folder / "tokens.toml"
     listed.write_text("".join(f'[[tokens]]\ntoken = "{TOKEN} {role}"\nroles = ["{role}"]\n' for role in ROLES))
     listed.chmod(0o600)
     with daemon(folder, "--tokens", str(listed)) as (_, ready):
         for role in ROLES:
-            token_file = folder / role
+            kind = role.partition(":")[0]
+            token_file = folder / kind
             token_file.write_text(f"{TOKEN} {role}\n")
             done = CliRunner().invoke(APP, ["stat", ready["listen"], "--token-file", str(token_file)])
             seen = httpx.get(f"http://{ready['admin']}/metrics", headers={"Authorization": f"Bearer {TOKEN} {role}"})
             assert (done.exit_code, seen.status_code) == ((0, 200) if role == "operator" else (1, 401)), done.output
-            assert role == "operator" or "needs a token with the role operator; this one has reader" in done.output
+            assert role == "operator" or f"needs a token with the role operator; this one has {kind}" in done.output
+            events = CliRunner().invoke(APP, ["events", ready["admin"], "--token-file", str(token_file)])
+            assert events.exit_code == (1 if role == "tenant:acme" else 0), events.output
     listed.chmod(0o644)
     process = start(folder, "--tokens", str(listed))
     _, err = process.communicate(timeout=30)
