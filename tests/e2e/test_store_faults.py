@@ -26,6 +26,7 @@ import pytest
 from kvstore import wire
 from kvstore.arena import Arena
 from kvstore.client import StoreClient
+from kvstore.daemon.admission import Admission
 from kvstore.daemon.fsck import check
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
@@ -443,9 +444,12 @@ def done(bench: Bench) -> int:
 
 @pytest.mark.parametrize("way", ["socket", "arena"])
 def test_a_client_that_is_killed_in_mid_put_leaves_nothing_behind(way: str) -> None:
-    """Three clients die one after another, each while it does nothing but put."""
+    """Three clients die one after another, each while it does nothing but put, several parts at a time: neither memory
+    of the daemon nor a mapping of theirs stays held.
+    """
     root = Path(__file__).parents[2]
-    with a_bench() as bench:
+    admission = Admission()
+    with a_bench(admission=admission) as bench:
         for turn in range(3):
             command = [sys.executable, "-c", DOOMED, bench.server.addresses[1], way]
             environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -457,6 +461,8 @@ def test_a_client_that_is_killed_in_mid_put_leaves_nothing_behind(way: str) -> N
                 wait_for(lambda enough=enough: done(bench) > enough)
                 doomed.send_signal(signal.SIGKILL)
         wait_for(lambda: bench.server.connections == 0)
+        wait_for(lambda: "reprise-arena" not in Path("/proc/self/maps").read_text())
+        assert admission.lent_bytes == 0
         for info in bench.node.scan()[0]:
             assert info.payload_bytes == SIZE
         for seed in range(40):

@@ -148,6 +148,35 @@ def test_a_put_that_is_cut_off_takes_no_room_and_blocks_no_key(folder: Path) -> 
     node.close()
 
 
+def test_a_put_that_is_cut_off_in_its_second_part_keeps_the_first(folder: Path) -> None:
+    """Two parts were under way: one came whole and is stored, of the other nothing is, and no memory stays lent."""
+    node = open_large(folder, ManualClock(), 64 * limits.MIB)
+    admission = Admission(budget_bytes=8 * limits.MIB, buffer_bytes=limits.MIB)
+    with served(node, folder, admission=admission) as server:
+        space = node.register_space(a_space())
+        names = a_chain(space, 4).names
+        payloads = [os.urandom(100_000) for _ in names]
+        frames = []
+        for number, begin in enumerate((0, 2), 2):
+            rows = [
+                wire.PutRow(names[at], BLOCK_TOKENS, 100_000, 0, xxhash.xxh3_64_intdigest(payloads[at]))
+                for at in (begin, begin + 1)
+            ]
+            body = wire.encode_put(space, AGENT, "os", rows)
+            frames.append(wire.encode_frame(wire.Opcode.PUT, number, body, payload_bytes=200_000))
+        with connect(server) as sock:
+            sock.sendall(HELLO + frames[0] + payloads[0] + payloads[1] + frames[1] + payloads[2] + payloads[3][:-1])
+            wait_for(lambda: node.stats()["puts"] == 2)
+        wait_for(lambda: server.connections == 0)
+        assert admission.lent_bytes == 0
+        assert node.lookup(space, names).prefix_blocks() == 2
+        with client_of(server.addresses[1]) as client:
+            puts = [BlockPut(name, BLOCK_TOKENS, each) for name, each in zip(names, payloads, strict=True)]
+            outcomes = client.put(space, puts, traffic_class=AGENT)
+            assert outcomes == [PutOutcome.TOUCHED] * 2 + [PutOutcome.STORED] * 2
+    node.close()
+
+
 def test_blocks_come_back_to_a_new_client_in_any_order(folder: Path) -> None:
     """Put in one order by one client, asked for in others by another after a restart: each buffer has its own block."""
     clock, drawn = ManualClock(), random.Random(3)
