@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvstore.traffic import ClassRules
 
@@ -29,13 +30,12 @@ class Action(Enum):
     MOVE_PINNED = "move pinned"
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentUsage:
-    """What one segment holds. Bytes are whole records on disk.
+class SegmentUsage(NamedTuple):
+    """What one segment holds. Bytes are whole records on disk. (Every choice makes one for each segment, of which there
+    may be thousands: a frozen dataclass takes four times as long.)
 
     ``begun`` counts up with every segment begun, so that of equal promises the older goes.
-    ``busy``: leased by a reader,
-    or it failed a write.
+    ``busy``: leased by a reader, or it failed a write.
     """
 
     segment: int
@@ -73,15 +73,18 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless
         return Step(min(sparse, key=lambda usage: (usage.alive_bytes, usage.segment)).segment, Action.MOVE_ALIVE)
     if lossless:
         return None
-    class_bytes = _bytes_by_class(usages)
-    for usage in sorted(idle, key=lambda usage: (_priority(rules, usage), usage.promise_until_s, usage.begun)):
-        if class_bytes[usage.class_byte] - usage.segment_bytes < _floor_bytes(rules, usage):
-            continue
-        if usage.pinned_bytes == 0:
-            return Step(usage.segment, Action.FREE)
-        if _is_sparse(usage.pinned_bytes, usage):
-            return Step(usage.segment, Action.MOVE_PINNED)
-    return None
+    spare_bytes = {byte: held - _floor_bytes(rules, byte) for byte, held in _bytes_by_class(usages).items()}
+    priorities = {byte: _priority(rules, byte) for byte in spare_bytes}
+    possible = [
+        usage
+        for usage in idle
+        if usage.segment_bytes <= spare_bytes[usage.class_byte]
+        and (usage.pinned_bytes == 0 or _is_sparse(usage.pinned_bytes, usage))
+    ]
+    if not possible:
+        return None
+    first = min(possible, key=lambda usage: (priorities[usage.class_byte], usage.promise_until_s, usage.begun))
+    return Step(first.segment, Action.MOVE_PINNED if first.pinned_bytes else Action.FREE)
 
 
 def sweep_action(usage: SegmentUsage) -> Action | None:
@@ -106,12 +109,12 @@ def _bytes_by_class(usages: Iterable[SegmentUsage]) -> dict[int, int]:
     return totals
 
 
-def _priority(rules: ClassRules, usage: SegmentUsage) -> int:
+def _priority(rules: ClassRules, class_byte: int) -> int:
     """A class that no rule names is as dear as the dearest: an unknown promise is not broken first."""
-    rule = rules.by_byte(usage.class_byte)
+    rule = rules.by_byte(class_byte)
     return rule.priority if rule else max(rule.priority for rule in rules.rules)
 
 
-def _floor_bytes(rules: ClassRules, usage: SegmentUsage) -> int:
-    rule = rules.by_byte(usage.class_byte)
+def _floor_bytes(rules: ClassRules, class_byte: int) -> int:
+    rule = rules.by_byte(class_byte)
     return rule.floor_bytes if rule else 0

@@ -12,7 +12,7 @@ Blocks are numbered, and all as long as each other. Several volumes share one ``
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -302,7 +302,7 @@ class Volume:
             if enough():
                 return True
             usages = self.usages(now_s)
-            marked = [replace(usage, busy=True) if usage.segment in passed_over else usage for usage in usages]
+            marked = [usage._replace(busy=True) if usage.segment in passed_over else usage for usage in usages]
             step = choose_victim(marked, self.rules)
             if step is None:
                 return False

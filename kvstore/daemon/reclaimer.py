@@ -118,9 +118,9 @@ class Reclaimer:
                     class_byte=segment.header.class_byte,
                     segment_bytes=segment.header.segment_bytes,
                     used_bytes=segment.end - FIRST_RECORD,
-                    alive_bytes=holdings[number].alive_bytes,
+                    alive_bytes=(held := holdings[number]).alive_bytes,
                     pinned_bytes=pinned_bytes[number],
-                    promise_until_s=holdings[number].promise_until_s,
+                    promise_until_s=held.promise_until_s,
                     begun=segment.begun,
                     busy=segment.failed or segment.leases > 0,
                 )
@@ -194,7 +194,7 @@ class Reclaimer:
             if enough():
                 return True
             usages = self.usages(now_s)
-            marked = [replace(usage, busy=True) if usage.segment in passed_over else usage for usage in usages]
+            marked = [usage._replace(busy=True) if usage.segment in passed_over else usage for usage in usages]
             step = choose_victim(marked, self._rules(), lossless=lossless)
             if step is None:
                 return False

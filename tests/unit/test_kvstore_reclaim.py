@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,48 +19,48 @@ FULL = SegmentUsage(1, AGENT, MIB, 1000, 1000, 0, 50, begun=1, busy=False)
 
 
 def test_dead_segments_go_first() -> None:
-    dead = replace(FULL, segment=2, class_byte=CHAT, alive_bytes=0, promise_until_s=99)
+    dead = FULL._replace(segment=2, class_byte=CHAT, alive_bytes=0, promise_until_s=99)
     assert choose_victim([FULL, dead], RULES) == Step(2, Action.FREE)
 
 
 def test_sparse_segments_are_emptied_before_living_blocks_are_dropped() -> None:
-    sparse = replace(FULL, segment=2, alive_bytes=499)
-    half = replace(FULL, segment=3, alive_bytes=500)
+    sparse = FULL._replace(segment=2, alive_bytes=499)
+    half = FULL._replace(segment=3, alive_bytes=500)
     assert choose_victim([FULL, half, sparse], RULES) == Step(2, Action.MOVE_ALIVE)
 
 
 def test_lower_priority_then_earlier_promise() -> None:
-    chat = replace(FULL, segment=2, class_byte=CHAT, promise_until_s=1)
-    later = replace(FULL, segment=3, promise_until_s=60)
+    chat = FULL._replace(segment=2, class_byte=CHAT, promise_until_s=1)
+    later = FULL._replace(segment=3, promise_until_s=60)
     usages = [later, chat, FULL]
     assert choose_victim(usages, RULES) == Step(1, Action.FREE)
     assert choose_victim([chat, later], RULES) == Step(3, Action.FREE)
-    assert choose_victim([replace(FULL, begun=2), replace(FULL, segment=3)], RULES) == Step(3, Action.FREE)
+    assert choose_victim([FULL._replace(begun=2), FULL._replace(segment=3)], RULES) == Step(3, Action.FREE)
 
 
 def test_a_class_is_evicted_down_to_its_floor_and_no_further() -> None:
-    chats = [replace(FULL, segment=number, class_byte=CHAT) for number in (1, 2, 3)]
+    chats = [FULL._replace(segment=number, class_byte=CHAT) for number in (1, 2, 3)]
     assert choose_victim(chats, RULES) == Step(1, Action.FREE)
     assert choose_victim(chats[:2], RULES) is None
 
 
 def test_pinned_blocks_are_carried_out_of_mostly_unpinned_segments_only() -> None:
-    mostly = replace(FULL, pinned_bytes=400)
-    wholly = replace(FULL, segment=2, pinned_bytes=900)
+    mostly = FULL._replace(pinned_bytes=400)
+    wholly = FULL._replace(segment=2, pinned_bytes=900)
     assert choose_victim([mostly, wholly], RULES) == Step(1, Action.MOVE_PINNED)
     assert choose_victim([wholly], RULES) is None
 
 
 def test_busy_segments_are_passed_over() -> None:
-    assert choose_victim([replace(FULL, busy=True, alive_bytes=0), replace(FULL, segment=2)], RULES) == Step(
+    assert choose_victim([FULL._replace(busy=True, alive_bytes=0), FULL._replace(segment=2)], RULES) == Step(
         2, Action.FREE
     )
-    assert sweep_action(replace(FULL, busy=True, alive_bytes=0)) is None
+    assert sweep_action(FULL._replace(busy=True, alive_bytes=0)) is None
 
 
 def test_an_unknown_class_goes_last() -> None:
-    unknown = replace(FULL, segment=2, class_byte=99, promise_until_s=1)
-    chats = [replace(FULL, segment=number, class_byte=CHAT, promise_until_s=9) for number in (3, 4, 5)]
+    unknown = FULL._replace(segment=2, class_byte=99, promise_until_s=1)
+    chats = [FULL._replace(segment=number, class_byte=CHAT, promise_until_s=9) for number in (3, 4, 5)]
     assert choose_victim([unknown, FULL], RULES) == Step(1, Action.FREE)
     assert choose_victim([*chats, unknown], RULES) == Step(2, Action.FREE)  # as dear as chat, and earlier
 
@@ -79,7 +77,7 @@ usages = st.lists(
         promise_until_s=st.integers(0, 100),
         begun=st.integers(1, 99),
         busy=st.booleans(),
-    ).map(lambda usage: replace(usage, pinned_bytes=min(usage.pinned_bytes, usage.alive_bytes))),
+    ).map(lambda usage: usage._replace(pinned_bytes=min(usage.pinned_bytes, usage.alive_bytes))),
     max_size=12,
     unique_by=lambda usage: usage.segment,
 )
