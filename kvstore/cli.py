@@ -94,6 +94,9 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             str | None,
             typer.Option(help="Left free on each file system; 0: nothing. [default: 1 % of it, at most 10GiB]"),
         ] = None,
+        pin_quota: Annotated[
+            str | None, typer.Option(help="Bytes that one owner may pin; 0: any. [default: a quarter of the capacity]")
+        ] = None,
         drain: Annotated[
             str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
         ] = None,
@@ -119,6 +122,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "sweep_every": sweep_every,
             "scrub_rate": scrub_rate,
             "free_min": free_min,
+            "pin_quota": pin_quota,
             "drain": drain,
             "same_host": same_host,
         }

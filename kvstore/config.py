@@ -37,6 +37,8 @@ class StoreConfig:
     ``same_host``: lend segments to clients on the Unix socket, and take puts from their memory. ``scrub_bytes_per_s``:
     how fast each data directory is verified in the background, 0 for not at all. ``free_min_bytes``: what is left
     free on the file system of each data directory, None for a hundredth of it.
+    ``pin_quota_bytes``: payload bytes that one owner may pin, legal holds aside; 0: any; None: a quarter of the
+    capacity.
     """
 
     data: tuple[Path, ...]
@@ -56,6 +58,7 @@ class StoreConfig:
     same_host: bool = True
     scrub_bytes_per_s: int = SCRUB_BYTES_PER_S_DEFAULT
     free_min_bytes: int | None = None
+    pin_quota_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -164,6 +167,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "same_host": ("same_host", _switch),
     "scrub_rate": ("scrub_bytes_per_s", _rate),
     "free_min": ("free_min_bytes", _bytes_or_none),
+    "pin_quota": ("pin_quota_bytes", _bytes_or_none),
 }
 """Key in the TOML file (and option of the command line) -> field, and how its value is read."""
 

@@ -139,7 +139,12 @@ def _pin(store: ControlledStore, args: Json, deadline_s: float) -> object:
 
 def _unpin(store: ControlledStore, args: Json, deadline_s: float) -> object:
     space_id, keys = reading("unpin", lambda: (space_id_of(args["space_id"]), keys_of(args["keys"])))
-    return store.unpin(space_id, keys, deadline_s=deadline_s)
+    owner, holds = reading("unpin", lambda: (_owner(args.get("owner")), truth(args.get("holds", False))))
+    return store.unpin(space_id, keys, owner=owner, holds=holds, deadline_s=deadline_s)
+
+
+def _owner(value: object) -> str | None:
+    return None if value is None else string(value)
 
 
 def _pins(store: ControlledStore, args: Json, deadline_s: float) -> object:
@@ -324,14 +329,16 @@ def pin_to_json(pin: Pin) -> Json:
         "owner": pin.owner,
         "reason": pin.reason,
         "until_s": pin.until_s,
+        "hold": pin.hold,
     }
 
 
 def pin_from_json(row: Json) -> Pin:
     owner, reason = string(row["owner"]), string(row["reason"])
+    hold = truth(row.get("hold", False))
     if max(len(owner.encode()), len(reason.encode())) > limits.NAME_BYTES_MAX:
         raise ValueError(f"owner and reason of a pin have at most {limits.NAME_BYTES_MAX} bytes")
-    return Pin(space_id_of(row["space_id"]), key_of(row["key"]), owner, reason, whole(row["until_s"]))
+    return Pin(space_id_of(row["space_id"]), key_of(row["key"]), owner, reason, whole(row["until_s"]), hold)
 
 
 def policy_to_json(policy: Policy) -> Json:

@@ -130,9 +130,15 @@ class ControlPlane:
         return total
 
     def unpin(
-        self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+        self,
+        space_id: SpaceId,
+        keys: Sequence[BlockKey],
+        *,
+        owner: str | None = None,
+        holds: bool = False,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
     ) -> int:
-        return self._sum_over_keys("unpin", space_id, keys, deadline_s)
+        return self._sum_over_keys("unpin", space_id, keys, deadline_s, owner=owner, holds=holds)
 
     def pins(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[Pin]:
         rows = [row for answer in self._fleet.control_every("pins", {}, deadline_s).values() for row in answer]
@@ -237,13 +243,15 @@ class ControlPlane:
                     sums[key] = sums.get(key, 0) + value
         return {**sums, "nodes": nodes}
 
-    def _sum_over_keys(self, verb: str, space_id: SpaceId, keys: Sequence[BlockKey], deadline_s: float) -> int:
+    def _sum_over_keys(
+        self, verb: str, space_id: SpaceId, keys: Sequence[BlockKey], deadline_s: float, **more: object
+    ) -> int:
         ends_s = self._fleet.ends_s(deadline_s)
         unique = list(dict.fromkeys(keys))
         total = 0
         for begin in range(0, len(unique), limits.LOOKUP_KEYS_MAX):
             rows = [key.hex() for key in unique[begin : begin + limits.LOOKUP_KEYS_MAX]]
-            args = {"space_id": space_id.hex(), "keys": rows}
+            args = {"space_id": space_id.hex(), "keys": rows, **more}
             total += _total(self._fleet.control_every(verb, args, self._fleet.left_s(ends_s)))
         return total
 

@@ -9,6 +9,8 @@
     |-- ProtocolError        malformed, oversized or unexpected frame; the connection is closed
     |   `-- VersionMismatch  the peer speaks another protocol, key or digest version
     |-- SpaceUnknown         a space id that was never registered with this store
+    |-- Held                 a block is under a legal hold; nothing was removed
+    |-- QuotaExceeded        an owner's pins would hold more bytes than allowed
     |-- PolicyConflict       compare-and-set on the policy lost against another writer
     |-- VolumeError          the data directory cannot be used (format, lock, I/O)
     |   |-- VolumeInUse      another process holds the directory
@@ -88,6 +90,14 @@ class InternalError(StoreError):
     code = 14
 
 
+class Held(StoreError):
+    code = 15
+
+
+class QuotaExceeded(StoreError):
+    code = 16
+
+
 BY_CODE: dict[int, type[StoreError]] = {
     kind.code: kind
     for kind in (
@@ -105,6 +115,8 @@ BY_CODE: dict[int, type[StoreError]] = {
         VolumeInUse,
         VolumeFormat,
         InternalError,
+        Held,
+        QuotaExceeded,
     )
 }
 

@@ -162,13 +162,17 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A pin holds one block against expiry and eviction until unpinned or ``until_s`` (0: no end)."""
+    """A pin holds one block against expiry and eviction until unpinned or ``until_s`` (0: no end).
+
+    Each owner has a pin of its own. ``hold``: a legal hold, against purges too, until it is released in so many words.
+    """
 
     space_id: SpaceId
     key: BlockKey
     owner: str
     reason: str
     until_s: int = 0
+    hold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +298,13 @@ class Store(Protocol):
         """Every registered space."""
 
     def delete(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = ...) -> int:
-        """Purge blocks by key, and states under them; gone for good when acknowledged. Returns how many were there."""
+        """Purge blocks by key, and states under them; gone for good when acknowledged. Returns how many were there.
+
+        Raises Held if one is under a legal hold: none is removed then.
+        """
 
     def delete_space(self, space_id: SpaceId, *, deadline_s: float = ...) -> int:
-        """Purge every block and state of a space. Returns the number of blocks."""
+        """Purge every block and state of a space. Returns the number of blocks. Raises Held."""
 
     def purge(self, order: PurgeOrder, *, deadline_s: float = ...) -> ByNode[PurgeReport]:
         """Purge what an order names so that no byte of it is left on disk, once. A node that was told carries it out,
@@ -313,9 +320,21 @@ class Store(Protocol):
         """
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = ...) -> int:
-        """Pin stored blocks; returns how many were present and are now pinned."""
+        """Pin stored blocks; returns how many were present and are now pinned. Raises QuotaExceeded, Held."""
 
-    def unpin(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = ...) -> int: ...
+    def unpin(
+        self,
+        space_id: SpaceId,
+        keys: Sequence[BlockKey],
+        *,
+        owner: str | None = ...,
+        holds: bool = ...,
+        deadline_s: float = ...,
+    ) -> int:
+        """Take away the pins of ``owner``, or everybody's (None); returns how many blocks had one.
+
+        Legal holds are released only with ``holds``; else Held is raised, and nothing changes.
+        """
 
     def pins(self, *, deadline_s: float = ...) -> list[Pin]: ...
 

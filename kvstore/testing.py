@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from kvstore import limits, wire
-from kvstore.errors import Overloaded, PolicyConflict, SpaceUnknown
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName, TokenDigest, space_id
+from kvstore.errors import Held, Overloaded, PolicyConflict, SpaceUnknown
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName, space_id
 from kvstore.manual_clock import T0_S as T0_S
 from kvstore.manual_clock import ManualClock as ManualClock
+from kvstore.memory_parts import MemoryBlock, MemoryLease, MemoryState, class_effects
 from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport, digest_of_keys
 from kvstore.store import (
     FLAG_APPROXIMATE,
     BlockInfo,
     BlockPut,
     Buffer,
-    ClassEffect,
     Clock,
     Effect,
     GetStatus,
@@ -49,65 +48,6 @@ TEST_RULES = ClassRules(
     )
 )
 """Agent 3 days, chat 7 days: the numbers of the default policy."""
-
-
-@dataclass(slots=True)
-class _Block:
-    space_id: SpaceId
-    name: BlockName
-    tokens: int
-    flags: int
-    payload: bytes
-    checksum: int
-    written_s: int
-    touches: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    space_id: SpaceId
-    name: StateName
-    payload: bytes
-    checksum: int
-    flags: int
-    expires_s: float
-
-
-class MemoryLease:
-    """A payload held for reading, as a server asks for it. ``fd`` is None: the bytes are in ``data``."""
-
-    __slots__ = (
-        "checksum",
-        "codec",
-        "data",
-        "fd",
-        "flags",
-        "key",
-        "offset",
-        "payload_bytes",
-        "stored_bytes",
-        "token_digest",
-    )
-
-    def __init__(self, block: _Block) -> None:
-        self.fd: int | None = None
-        self.offset = 0
-        self.data: Buffer | None = block.payload
-        self.stored_bytes = self.payload_bytes = len(block.payload)
-        self.checksum = block.checksum
-        self.codec = "none"
-        self.flags = block.flags
-        self.key: BlockKey = block.name.key
-        self.token_digest: TokenDigest = block.name.token_digest
-
-    def __enter__(self) -> MemoryLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.data = None
 
 
 class MemoryStore:
@@ -134,10 +74,10 @@ class MemoryStore:
         self._state_ttl_s = state_ttl_s
         self._lock = threading.RLock()
         self._spaces: dict[SpaceId, Space] = {}
-        self._blocks: dict[BlockKey, _Block] = {}
+        self._blocks: dict[BlockKey, MemoryBlock] = {}
         self._payload_bytes = 0
-        self._states: OrderedDict[StateKey, _State] = OrderedDict()
-        self._pins: dict[BlockKey, Pin] = {}
+        self._states: OrderedDict[StateKey, MemoryState] = OrderedDict()
+        self._pins: dict[tuple[BlockKey, str], Pin] = {}
         self._purges: dict[str, tuple[PurgeOrder, PurgeReport]] = {}
         self._tombstones: OrderedDict[BlockKey, tuple[Presence, int]] = OrderedDict()
         self._counts: dict[str, int] = dict.fromkeys(
@@ -265,7 +205,7 @@ class MemoryStore:
         touches = dict(old.touches) if old else {}
         touches[traffic_class] = now_s
         self._payload_bytes += len(payload) - freed
-        self._blocks[block.name.key] = _Block(
+        self._blocks[block.name.key] = MemoryBlock(
             space_id, block.name, block.tokens, block.flags, payload, checksum, now_s, touches
         )
         self._tombstones.pop(block.name.key, None)
@@ -321,7 +261,7 @@ class MemoryStore:
                 return False
             self._states.pop(name.key, None)
             expires_s = self._clock.now_s() + self._state_ttl_s
-            self._states[name.key] = _State(space_id, name, data, xxhash.xxh3_64_intdigest(data), flags, expires_s)
+            self._states[name.key] = MemoryState(space_id, name, data, xxhash.xxh3_64_intdigest(data), flags, expires_s)
             while sum(len(state.payload) for state in self._states.values()) > self._state_pool_bytes:
                 self._states.popitem(last=False)
             siblings = [key for key, state in self._states.items() if state.name.parent == name.parent]
@@ -402,6 +342,7 @@ class MemoryStore:
             found = [
                 key for key in dict.fromkeys(keys) if key in self._blocks and self._blocks[key].space_id == space_id
             ]
+            self._check_free(found)
             gone = frozenset(keys)
             under = [
                 key for key, state in self._states.items() if state.space_id == space_id and state.name.parent in gone
@@ -417,9 +358,10 @@ class MemoryStore:
 
     def delete_space(self, space_id: SpaceId, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:
         with self._lock:
+            count = self.delete(space_id, [key for key, block in self._blocks.items() if block.space_id == space_id])
             for state_key in [key for key, state in self._states.items() if state.space_id == space_id]:
                 del self._states[state_key]
-            return self.delete(space_id, [key for key, block in self._blocks.items() if block.space_id == space_id])
+            return count
 
     def purge(self, order: PurgeOrder, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> ByNode[PurgeReport]:
         with self._lock:
@@ -474,21 +416,46 @@ class MemoryStore:
         with self._lock:
             found = [item for item in pins if self._is_live(self._blocks.get(item.key))]
             found = [item for item in found if self._blocks[item.key].space_id == item.space_id]
-            self._pins |= {item.key: item for item in found}
+            for item in found:
+                before = self._pins.get((item.key, item.owner))
+                if before is not None and before.hold and not item.hold:
+                    raise Held("release the hold before pinning otherwise")
+            self._pins |= {(item.key, item.owner): item for item in found}
             return len(found)
 
     def unpin(
-        self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+        self,
+        space_id: SpaceId,
+        keys: Sequence[BlockKey],
+        *,
+        owner: str | None = None,
+        holds: bool = False,
+        deadline_s: float = limits.DEADLINE_S_DEFAULT,
     ) -> int:
         with self._lock:
-            found = [key for key in dict.fromkeys(keys) if key in self._pins and self._pins[key].space_id == space_id]
-            for key in found:
-                del self._pins[key]
-            return len(found)
+            going = [
+                place
+                for place, pin in self._pins.items()
+                if place[0] in set(keys) and pin.space_id == space_id and owner in (None, pin.owner)
+            ]
+            if not holds:
+                self._check_free({place[0] for place in going}, owner)
+            for place in going:
+                del self._pins[place]
+            return len({place[0] for place in going})
 
     def pins(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> list[Pin]:
         with self._lock:
-            return [pin for pin in self._pins.values() if self._is_pinned(pin.key)]
+            return [pin for pin in self._pins.values() if self._counts_now(pin)]
+
+    def _counts_now(self, pin: Pin) -> bool:
+        return pin.until_s == 0 or self._clock.now_s() < pin.until_s
+
+    def _check_free(self, keys: Collection[BlockKey], owner: str | None = None) -> None:
+        """Raise Held if one of the blocks is under a legal hold."""
+        for (key, _), pin in self._pins.items():
+            if key in keys and pin.hold and owner in (None, pin.owner) and self._counts_now(pin):
+                raise Held(f"{pin.owner} holds a block by law: nothing was removed")
 
     def policy(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> Policy:
         with self._lock:
@@ -525,7 +492,7 @@ class MemoryStore:
             ]
             if apply:
                 self._policies.append(changed)
-            return Effect(apply, _class_effects(lost))
+            return Effect(apply, class_effects(lost))
 
     def sweep(self, *, apply: bool, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> Effect:
         with self._lock:
@@ -534,7 +501,7 @@ class MemoryStore:
                 for block in expired:
                     self._remove(block.name.key, Presence.EXPIRED)
                 self._counts["expired"] += len(expired)
-            return Effect(apply, _class_effects(expired))
+            return Effect(apply, class_effects(expired))
 
     def sight(
         self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
@@ -561,20 +528,19 @@ class MemoryStore:
 
     # --- inside (callers hold the lock) -----------------------------------------------------------------------------
 
-    def _keep_until_s(self, block: _Block, rules: ClassRules | None = None) -> int:
+    def _keep_until_s(self, block: MemoryBlock, rules: ClassRules | None = None) -> int:
         in_force = rules or self._policy.rules
         return max(touch_s + in_force.keep_for_s(class_byte) for class_byte, touch_s in block.touches.items())
 
     def _is_pinned(self, key: BlockKey) -> bool:
-        pin = self._pins.get(key)
-        return pin is not None and (pin.until_s == 0 or self._clock.now_s() < pin.until_s)
+        return any(place[0] == key and self._counts_now(pin) for place, pin in self._pins.items())
 
-    def _is_live(self, block: _Block | None, rules: ClassRules | None = None) -> bool:
+    def _is_live(self, block: MemoryBlock | None, rules: ClassRules | None = None) -> bool:
         if block is None:
             return False
         return self._is_pinned(block.name.key) or self._clock.now_s() < self._keep_until_s(block, rules)
 
-    def _live(self, space_id: SpaceId, name: BlockName) -> _Block | None:
+    def _live(self, space_id: SpaceId, name: BlockName) -> MemoryBlock | None:
         block = self._blocks.get(name.key)
         if block is None or block.space_id != space_id or block.name.token_digest != name.token_digest:
             return None
@@ -590,7 +556,7 @@ class MemoryStore:
 
     def _remove(self, key: BlockKey, reason: Presence) -> None:
         self._payload_bytes -= len(self._blocks.pop(key).payload)
-        self._pins.pop(key, None)
+        self._pins = {place: pin for place, pin in self._pins.items() if place[0] != key}
         self._tombstones[key] = (reason, int(self._clock.now_s()))
         while len(self._tombstones) > limits.TOMBSTONES_MAX:
             self._tombstones.popitem(last=False)
@@ -605,11 +571,11 @@ class MemoryStore:
         for key, block in self._blocks.items():
             held[class_of[key]] = held.get(class_of[key], 0) + len(block.payload)
 
-        def order(block: _Block) -> tuple[bool, int, int]:
+        def order(block: MemoryBlock) -> tuple[bool, int, int]:
             rule = rules.by_byte(class_of[block.name.key])
             return self._is_live(block), rule.priority if rule else 2**31, self._keep_until_s(block)
 
-        victims: list[_Block] = []
+        victims: list[MemoryBlock] = []
         for block in sorted(self._blocks.values(), key=order):
             if excess <= 0:
                 break
@@ -629,7 +595,7 @@ class MemoryStore:
             self._remove(block.name.key, Presence.EVICTED if live else Presence.EXPIRED)
         return True
 
-    def _deciding_class(self, block: _Block) -> int:
+    def _deciding_class(self, block: MemoryBlock) -> int:
         rules = self._policy.rules
         return max(block.touches, key=lambda class_byte: block.touches[class_byte] + rules.keep_for_s(class_byte))
 
@@ -659,7 +625,7 @@ class MemoryStore:
         }
         return Sighting(presence, since_s, keep_until_s, tuple(sorted(others)))
 
-    def _info(self, block: _Block) -> BlockInfo:
+    def _info(self, block: MemoryBlock) -> BlockInfo:
         return BlockInfo(
             key=block.name.key,
             space_id=block.space_id,
@@ -675,13 +641,3 @@ class MemoryStore:
             pinned=self._is_pinned(block.name.key),
             segment=0,
         )
-
-
-def _class_effects(blocks: Sequence[_Block]) -> tuple[ClassEffect, ...]:
-    """Blocks and bytes per class and space; a block counts for the class that touched it last."""
-    sums: dict[tuple[int, SpaceId], tuple[int, int]] = {}
-    for block in blocks:
-        group = (max(block.touches, key=lambda class_byte: block.touches[class_byte]), block.space_id)
-        count, size = sums.get(group, (0, 0))
-        sums[group] = (count + 1, size + len(block.payload))
-    return tuple(ClassEffect(byte, space, *sums[byte, space]) for byte, space in sorted(sums))

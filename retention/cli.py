@@ -127,6 +127,7 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
         owner: Annotated[str, typer.Option("--owner", help="Who holds the pin.")],
         reason: Annotated[str, typer.Option("--reason", help="Why.")],
         for_: Annotated[str | None, typer.Option("--for", help="How long, like 7d; without, until unpinned.")] = None,
+        hold: Annotated[bool, typer.Option("--hold", help="A legal hold: against purges too, until released.")] = False,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "10s",
@@ -137,13 +138,17 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
             now_s = session.clock.now_s()
             until_s = int(now_s) + parse_keep_for(for_) if for_ else 0
             home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
-            pins = make_pins(home, _keys(keys), owner=owner, reason=reason, until_s=until_s, now_s=now_s)
+            pins = make_pins(home, _keys(keys), owner=owner, reason=reason, until_s=until_s, now_s=now_s, hold=hold)
             _show_pin_count(session, "pinned", "stored", pin_blocks(session.store, pins, deadline_s=session.deadline_s))
 
     @app.command()
     def unpin(
         keys: KeysArgument,
         space: SpaceOption,
+        owner: Annotated[str | None, typer.Option("--owner", help="Only this owner's; without, everybody's.")] = None,
+        release_holds: Annotated[
+            bool, typer.Option("--release-holds", help="Legal holds too; without, a hold refuses the command.")
+        ] = False,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "10s",
@@ -152,7 +157,9 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
         """Take pins away; the blocks keep their promises."""
         with sessions.open(store, token_file, deadline, as_json) as session:
             home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
-            count = unpin_blocks(session.store, home, _keys(keys), deadline_s=session.deadline_s)
+            count = unpin_blocks(
+                session.store, home, _keys(keys), owner=owner, holds=release_holds, deadline_s=session.deadline_s
+            )
             _show_pin_count(session, "unpinned", "pinned", count)
 
     @app.command()

@@ -24,7 +24,14 @@ class PinCount:
 
 
 def make_pins(
-    space_id: SpaceId, keys: Sequence[BlockKey], *, owner: str, reason: str, until_s: int, now_s: float
+    space_id: SpaceId,
+    keys: Sequence[BlockKey],
+    *,
+    owner: str,
+    reason: str,
+    until_s: int,
+    now_s: float,
+    hold: bool = False,
 ) -> tuple[Pin, ...]:
     """Checked pins, one a key. ``until_s`` 0 is no end. Raises SelectionInvalid."""
     _check_count(keys)
@@ -35,7 +42,7 @@ def make_pins(
             raise SelectionInvalid(f"the {what} of a pin has at most {NAME_BYTES_MAX} bytes")
     if until_s and until_s <= now_s:
         raise SelectionInvalid("the pin would end in the past")
-    return tuple(Pin(space_id, key, owner, reason, until_s) for key in dict.fromkeys(keys))
+    return tuple(Pin(space_id, key, owner, reason, until_s, hold) for key in dict.fromkeys(keys))
 
 
 def pin_blocks(store: Store, pins: Sequence[Pin], *, deadline_s: float) -> PinCount:
@@ -43,11 +50,19 @@ def pin_blocks(store: Store, pins: Sequence[Pin], *, deadline_s: float) -> PinCo
     return PinCount(len(pins), store.pin(pins, deadline_s=deadline_s))
 
 
-def unpin_blocks(store: Store, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float) -> PinCount:
-    """Take pins away; keys without one are left out of ``found``."""
+def unpin_blocks(
+    store: Store,
+    space_id: SpaceId,
+    keys: Sequence[BlockKey],
+    *,
+    owner: str | None = None,
+    holds: bool = False,
+    deadline_s: float,
+) -> PinCount:
+    """Take pins away, one owner's or everybody's; keys without one are left out of ``found``."""
     _check_count(keys)
     unique = tuple(dict.fromkeys(keys))
-    return PinCount(len(unique), store.unpin(space_id, unique, deadline_s=deadline_s))
+    return PinCount(len(unique), store.unpin(space_id, unique, owner=owner, holds=holds, deadline_s=deadline_s))
 
 
 def _check_count(keys: Sequence[BlockKey]) -> None:

@@ -168,6 +168,7 @@ def pin_json(pin: Pin) -> Json:
         "owner": pin.owner,
         "reason": pin.reason,
         "until_s": pin.until_s or None,
+        "hold": pin.hold,
     }
 
 
@@ -259,12 +260,12 @@ def effect_table(effect: Effect, facts: Facts, title: str) -> Table:
 
 def pins_table(pins: Sequence[Pin], facts: Facts, now_s: float) -> Table:
     table = Table(title="pins")
-    for heading in ("space", "key", "owner", "reason", "until"):
+    for heading in ("space", "key", "owner", "reason", "until", "hold"):
         table.add_column(heading, overflow="fold")
     for pin in pins:
         until = f"in {span(pin.until_s - now_s)}" if pin.until_s else "no end"
         who, why = printable(pin.owner), printable(pin.reason)
-        table.add_row(facts.space_name(pin.space_id), pin.key.hex(), who, why, until)
+        table.add_row(facts.space_name(pin.space_id), pin.key.hex(), who, why, until, "hold" if pin.hold else "")
     return table
 
 

@@ -29,16 +29,19 @@ HISTORY_BYTES_MAX = 256 * KIB
 PURGES_MAX = 1000
 """Orders that are remembered, as far as their share of the catalog lets them; one that is not done never gives way."""
 
+PinPlace = tuple[SpaceId, BlockKey, str]
+"""Space, key and owner: what a pin is known by."""
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogContent:
-    """All of it. One pin a block, by (space id, key). ``earlier``: policies before the one in force, oldest first.
+    """All of it. One pin an owner of a block. ``earlier``: policies before the one in force, oldest first.
     ``purges``: orders to leave no byte, and what was done about each, the latest last.
     """
 
     policy: Policy
     spaces: Mapping[SpaceId, Space] = field(default_factory=dict)
-    pins: Mapping[tuple[SpaceId, BlockKey], Pin] = field(default_factory=dict)
+    pins: Mapping[PinPlace, Pin] = field(default_factory=dict)
     earlier: Sequence[Policy] = ()
     purges: Sequence[tuple[PurgeOrder, PurgeReport]] = ()
 
@@ -131,6 +134,7 @@ def encode_catalog(content: CatalogContent) -> bytes:
                     "owner": pin.owner,
                     "reason": pin.reason,
                     "until_s": pin.until_s,
+                    "hold": pin.hold,
                 }
                 for pin in content.pins.values()
             ],
@@ -159,6 +163,7 @@ def decode_catalog(data: bytes) -> CatalogContent:
             row["owner"],
             row["reason"],
             row["until_s"],
+            row.get("hold", False),
         )
         for row in content["pins"]
     ]
@@ -167,7 +172,7 @@ def decode_catalog(data: bytes) -> CatalogContent:
         purges=tuple((order_from_json(one), report_from_json(two)) for one, two in content.get("purges", ())),
         earlier=tuple(policy_from_json(row) for row in content.get("earlier", ())),
         spaces={space_id(space): space for space in spaces},
-        pins={(pin.space_id, pin.key): pin for pin in pins},
+        pins={(pin.space_id, pin.key, pin.owner): pin for pin in pins},
     )
 
 

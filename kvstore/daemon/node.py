@@ -33,7 +33,8 @@ from kvstore.daemon.leases import PayloadLease
 from kvstore.daemon.lending import Lender, Loan, LoanOfOne, lend
 from kvstore.daemon.load import LoadRate
 from kvstore.daemon.opening import NodeConfig as NodeConfig
-from kvstore.daemon.opening import open_directories, pin_ends
+from kvstore.daemon.opening import open_directories
+from kvstore.daemon.pinboard import PinBoard
 from kvstore.daemon.presence import digest_words, key_words
 from kvstore.daemon.purger import Purger, resume_left
 from kvstore.daemon.questions import best_of
@@ -98,7 +99,10 @@ class Node:
         self._lanes = Lanes(self._shards)
         self._load_rate = LoadRate()
         self._catalog_lock = threading.Lock()
-        self._purger = Purger(self._shards, catalog, self._catalog_lock, self._purge_from, self._clock)
+        self._pinboard = PinBoard(self._shards, catalog, self._catalog_lock, self._clock, config.pin_quota_bytes)
+        self._purger = Purger(
+            self._shards, catalog, self._catalog_lock, self._pinboard.check_free, self._purge_from, self._clock
+        )
         self._closed = threading.Event()
         self._warned_of_large_blocks = False
         self._sweeper = Sweeper(self._keep_up, self._clock_watch, config.sweep_interval_s)
@@ -402,27 +406,23 @@ class Node:
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
         self._check_open()
         check_pins(pins)
-        now_s = self._clock.now_s()
-        with self._catalog_lock:
-            found = [pin for pin in pins if self._is_alive(pin, now_s)]
-            if found:
-                added = {(pin.space_id, pin.key): pin for pin in found}
-                self._save_pins({**self._catalog.content.pins, **added})
-            return sum(self._is_alive(pin, now_s) for pin in found)  # one may have been evicted just before
+        return self._pinboard.pin(pins)
 
-    def unpin(self, space_id: SpaceId, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
+    def unpin(
+        self,
+        space_id: SpaceId,
+        keys: Sequence[BlockKey],
+        *,
+        owner: str | None = None,
+        holds: bool = False,
+        deadline_s: float = DEADLINE_S_DEFAULT,
+    ) -> int:
         self._check_open()
-        with self._catalog_lock:
-            return self._drop_pins({(space_id, key) for key in keys})
+        return self._pinboard.unpin(space_id, keys, owner, holds=holds)
 
     def pins(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> list[Pin]:
         self._check_open()
-        now_s = self._clock.now_s()
-        return [
-            pin
-            for pin in self._catalog.content.pins.values()
-            if (pin.until_s == 0 or pin.until_s > now_s) and self._is_alive(pin, now_s)
-        ]
+        return self._pinboard.pins()
 
     def policy(self, *, deadline_s: float = DEADLINE_S_DEFAULT) -> Policy:
         self._check_open()
@@ -541,10 +541,6 @@ class Node:
         if space_id not in self._catalog.content.spaces:
             raise SpaceUnknown(f"space {space_id.hex()} was never registered here: call register_space first")
 
-    def _is_alive(self, pin: Pin, now_s: float) -> bool:
-        """Whether the block of a pin is served now."""
-        return any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
-
     def _spaces_in_use(self) -> dict[SpaceId, Space]:
         """Registered spaces that hold blocks. A client registers another again with its next put."""
         used = set().union(*(shard.spaces() for shard in self._shards))
@@ -593,14 +589,11 @@ class Node:
     def _delete(self, space_id: SpaceId, keys: list[BlockKey] | None, deadline_s: float) -> int:
         end_s = time.monotonic() + deadline_s
         now_s = int(self._clock.now_s())
+        self._pinboard.check_free(space_id, keys)
         count = sum(
             self._on_each(lambda shard: shard.delete(space_id, keys, now_s, max(0.0, end_s - time.monotonic())))
         )
-        with self._catalog_lock:
-            pinned = self._catalog.content.pins
-            self._drop_pins(
-                {place for place in pinned if place[0] == space_id and (keys is None or place[1] in set(keys))}
-            )
+        self._pinboard.forget(space_id, keys)
         return count
 
     def _on_each(self, work: Callable[[Shard], T]) -> list[T]:
@@ -612,20 +605,6 @@ class Node:
                 raise result
             results.append(result)
         return results
-
-    def _drop_pins(self, places: set[tuple[SpaceId, BlockKey]]) -> int:
-        pins = self._catalog.content.pins
-        found = places & pins.keys()
-        if found:
-            self._save_pins({place: pin for place, pin in pins.items() if place not in found})
-        return len(found)
-
-    def _save_pins(self, pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> None:
-        now_s = self._clock.now_s()
-        current = {place: pin for place, pin in pins.items() if pin.until_s == 0 or pin.until_s > now_s}
-        self._catalog.update(pins=current)
-        for shard in self._shards:
-            shard.set_pins(pin_ends(current))
 
     def _sight(self, space_id: SpaceId, name: BlockName) -> Sighting:
         now_s = self._clock.now_s()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,11 @@ from kvstore.daemon.checks import check_rules
 from kvstore.daemon.clock import BoundedClock
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
-from kvstore.daemon.presence import FOREVER_S
-from kvstore.daemon.shard import Pins, Shard
+from kvstore.daemon.pinboard import pin_ends
+from kvstore.daemon.shard import Shard
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
-from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import STATE_POOL_BYTES_DEFAULT, STATE_TTL_S_DEFAULT
-from kvstore.store import Clock, Pin, Policy
+from kvstore.store import Clock, Policy
 from kvstore.traffic import ClassRules
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,8 @@ class NodeConfig:
     background: bool = False
     scrub_bytes_per_s: int = 0
     """Of each directory; 0: nothing is verified in the background."""
+    pin_quota_bytes: int = 0
+    """Payload bytes that one owner may pin; 0: as many as there are."""
     free_min_bytes: int | None = 0
     """Left free on each directory's file system; None: a share of it."""
 
@@ -112,11 +113,6 @@ def open_directories(
             volume.close()
         raise
     return Opened(shards, catalog)
-
-
-def pin_ends(pins: Mapping[tuple[SpaceId, BlockKey], Pin]) -> Pins:
-    """Ends of pins in seconds since the epoch, for the shards."""
-    return {place: min(pin.until_s or FOREVER_S, FOREVER_S) for place, pin in pins.items()}
 
 
 def _check_capacity(config: NodeConfig, rules: ClassRules | None, files: Files) -> list[int]:

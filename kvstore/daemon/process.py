@@ -79,6 +79,7 @@ def _node_config(config: StoreConfig) -> NodeConfig:
         background=True,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
         free_min_bytes=config.free_min_bytes,
+        pin_quota_bytes=config.capacity_bytes // 4 if config.pin_quota_bytes is None else config.pin_quota_bytes,
     )
 
 

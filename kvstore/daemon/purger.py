@@ -24,27 +24,42 @@ from kvstore.store import Clock
 
 log = logging.getLogger(__name__)
 
+CheckFree = Callable[[SpaceId, Sequence[BlockKey] | None], None]
 Delete = Callable[[SpaceId, Sequence[BlockKey] | None, float], int]
 RESUME_S_MAX = 3600.0
 """How long a start, or a sweep, works on orders that were left."""
 
 
 class Purger:
-    """One purge at a time. ``delete``: blocks, states and pins of a space, or of some of its keys, within seconds."""
+    """One purge at a time. ``check_free``: raises Held for blocks under a legal hold. ``delete``: blocks, states and
+    pins of a space, or of some of its keys, within seconds.
+    """
 
     def __init__(
-        self, shards: Sequence[Shard], catalog: Catalog, catalog_lock: threading.Lock, delete: Delete, clock: Clock
+        self,
+        shards: Sequence[Shard],
+        catalog: Catalog,
+        catalog_lock: threading.Lock,
+        check_free: CheckFree,
+        delete: Delete,
+        clock: Clock,
     ) -> None:
         self._shards = tuple(shards)
         self._catalog = catalog
         self._catalog_lock = catalog_lock
+        self._check_free = check_free
         self._delete = delete
         self._clock = clock
         self._busy = threading.Lock()
 
     def purge(self, order: PurgeOrder, deadline_s: float) -> PurgeReport:
-        """Carry out an order, or tell what was done about it. Raises DeadlineExceeded: it goes on in the background."""
+        """Carry out an order, or tell what was done about it.
+
+        Raises Held, before anything is written down; DeadlineExceeded: it goes on in the background.
+        """
         end_s = time.monotonic() + deadline_s
+        for space in order.spaces:
+            self._check_free(space, order.keys)
         with self._catalog_lock:
             report = self._reports().get(order.purge_id)
             if report is None:

@@ -408,6 +408,14 @@ class Shard:
             alive = (slots >= 0) & self._ledger.presence.alive(slots, now_s)
         return [key for key, ok in zip(distinct, alive.tolist(), strict=True) if ok]
 
+    def payload_bytes_of(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> int:
+        """Payload bytes of those of the keys that are stored, each once."""
+        distinct = list(dict.fromkeys(keys))
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            slots = self._slots_in(space_id, distinct)
+            return int(presence.shapes.payload_bytes[presence.shape_of(slots[slots >= 0])].sum(dtype=np.int64))
+
     def _slots_in(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> Slots:
         """Slots of keys in a space, -1 for others; the keys are believed by their fingerprints."""
         words = key_words(b"".join(keys))

@@ -18,7 +18,7 @@ PUBLIC = {
     ),
     "kvstore.traffic": "ClassRule ClassRules",
     "kvstore.errors": (
-        "CapacityProtected DeadlineExceeded InternalError Overloaded PolicyConflict ProtocolError "
+        "CapacityProtected DeadlineExceeded Held InternalError Overloaded PolicyConflict ProtocolError QuotaExceeded "
         "SpaceUnknown StoreError Unauthorized Unavailable VersionMismatch VolumeError VolumeFormat "
         "VolumeInUse from_code"
     ),

@@ -20,7 +20,7 @@ POLICY = Policy(1, TEST_RULES, "text with \u00fcmlauts")
 def some_content() -> CatalogContent:
     spaces = {space_id(a_space(epoch=number)): a_space(epoch=number) for number in range(3)}
     pin = Pin(space_id(a_space()), BlockKey(b"\x01" * 32), "owner", "reason", 7)
-    return CatalogContent(POLICY, spaces, {(pin.space_id, pin.key): pin})
+    return CatalogContent(POLICY, spaces, {(pin.space_id, pin.key, pin.owner): pin})
 
 
 def test_round_trip() -> None:

@@ -63,6 +63,8 @@ def test_codes_are_pinned() -> None:
         12: "VolumeInUse",
         13: "VolumeFormat",
         14: "InternalError",
+        15: "Held",
+        16: "QuotaExceeded",
     }
     assert {kind.__name__ for kind in BY_CODE.values() if kind.retryable} == {
         "Unavailable",

@@ -451,6 +451,7 @@ def test_pin_list_and_unpin(shop: Filled) -> None:
             "owner": "ops",
             "reason": "prompt",
             "until_s": int(T0_S) + HOUR_S + 7 * DAY_S,
+            "hold": False,
         }
     ]
     text = shop.ok("pins")
@@ -460,6 +461,20 @@ def test_pin_list_and_unpin(shop: Filled) -> None:
     assert shop.hits() == (1, 3)
     assert shop.ok("unpin", key, "--space", space) == "unpinned 1 of 1 blocks\n"
     assert shop.hits() == (0, 3)
+
+
+def test_a_legal_hold_refuses_a_purge_by_name_until_it_is_released(shop: Filled) -> None:
+    """The command says who holds what and why; nothing is removed; released, the purge goes through."""
+    key, space = shop.shared.names[0].key.hex(), shop.shared.space_id.hex()[:10]
+    shop.ok("pin", key, "--space", space, "--owner", "court", "--reason", "case 17", "--hold")
+    assert "hold" in shop.ok("pins")
+    refused = shop.run("purge", "--space", space, "--apply")
+    assert refused.exit_code == EXIT_FAILED
+    assert "court" in refused.stderr
+    assert shop.run("unpin", key, "--space", space).exit_code == EXIT_FAILED
+    assert shop.hits() == (4, 3)
+    shop.ok("unpin", key, "--space", space, "--owner", "court", "--release-holds")
+    assert "purged 4 blocks" in shop.ok("purge", "--space", space, "--apply")
     assert "no block is pinned" in shop.ok("pins")
 
 
