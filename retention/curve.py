@@ -141,10 +141,11 @@ def draw(curve: Curve, title: str, path: Path) -> None:
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 9), sharex=True, layout="constrained")
     along = curve.axes[0]
-    for at, (name, outcomes) in enumerate(lines_of(curve)):
+    lines = lines_of(curve)
+    for at, (name, outcomes) in enumerate(lines):
         colour = _COLOURS[at % len(_COLOURS)]
         rows = [total_row(outcome) for outcome in outcomes]
-        _line(above, [100 * row["token_hit_rate"] for row in rows], colour, name, "{:.1f}")
+        _line(above, [100 * row["token_hit_rate"] for row in rows], colour, name, "{:.1f}" if len(lines) == 1 else "")
         if len(curve.axes) == 1 and len(class_rows(outcomes[0])) > 1:
             _class_lines(above, outcomes)
         prefix = f"{name}: " if name else ""
