@@ -18,6 +18,8 @@ from kvstore.traffic import ClassRules
 DAY_S = 86_400
 LIVE_SHARE_MAX = 0.5
 """Living blocks are rewritten only from a segment whose used bytes are less than half alive."""
+REWRITE_AHEAD_S = DAY_S
+"""A sweep rewrites for room that would not come by itself within this time."""
 
 
 class Action(Enum):
@@ -87,15 +89,20 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless
     return Step(first.segment, Action.MOVE_PINNED if first.pinned_bytes else Action.FREE)
 
 
-def sweep_action(usage: SegmentUsage) -> Action | None:
+def sweep_action(usage: SegmentUsage, now_s: int) -> Action | None:
     """What a sweep does with a segment that holds expired or dead bytes: None keeps it (its expired
     blocks are dropped).
+
+    A sparse segment whose last promise ends within a day is not rewritten: it is free soon without that, and eviction
+    takes it first should room be needed before. (Replaying a public agentic trace, rewriting at once made 1.5 times the
+    device writes, for not one hit more.)
     """
     if usage.busy:
         return None
     if usage.alive_bytes == 0:
         return Action.FREE
-    return Action.MOVE_ALIVE if _is_sparse(usage.alive_bytes, usage) else None
+    ends_soon = now_s < usage.promise_until_s <= now_s + REWRITE_AHEAD_S
+    return Action.MOVE_ALIVE if _is_sparse(usage.alive_bytes, usage) and not ends_soon else None
 
 
 def _is_sparse(kept_bytes: int, usage: SegmentUsage) -> bool:

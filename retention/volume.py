@@ -163,7 +163,7 @@ class Volume:
             segment = self._segments[due]
             if segment is None:
                 continue
-            action = sweep_action(self._usage(segment, now_s))
+            action = sweep_action(self._usage(segment, now_s), now_s)
             if action is Action.MOVE_ALIVE:
                 action = Action.FREE if self._move(segment, self._alive_in(segment, now_s), now_s) else None
             if action is Action.FREE:

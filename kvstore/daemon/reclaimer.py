@@ -143,7 +143,7 @@ class Reclaimer:
             presence = self._ledger.presence
             plan = Swept(removed=effects_of(presence, self._expired(now_s)))
             for usage in self.due(now_s):
-                action = sweep_action(usage)
+                action = sweep_action(usage, now_s)
                 plan.segments_freed += action is not None
                 if action is Action.MOVE_ALIVE:
                     slots = presence.in_segment(usage.segment)
@@ -163,7 +163,7 @@ class Reclaimer:
         expired = self._expired_in(segment, now_s)
         with self._ledger.lock:
             effects = effects_of(self._ledger.presence, expired)
-        action = sweep_action(usage)
+        action = sweep_action(usage, now_s)
         if action is Action.MOVE_ALIVE:
             moved = self._move(segment, self._alive_in(segment, now_s), now_s)
             swept.blocks_rewritten += moved or 0

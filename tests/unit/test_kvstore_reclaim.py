@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.limits import MIB
-from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, sweep_action
+from kvstore.reclaim import REWRITE_AHEAD_S, Action, SegmentUsage, Step, choose_victim, sweep_action
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
 
 RULES = ClassRules(
@@ -55,7 +55,18 @@ def test_busy_segments_are_passed_over() -> None:
     assert choose_victim([FULL._replace(busy=True, alive_bytes=0), FULL._replace(segment=2)], RULES) == Step(
         2, Action.FREE
     )
-    assert sweep_action(FULL._replace(busy=True, alive_bytes=0)) is None
+    assert sweep_action(FULL._replace(busy=True, alive_bytes=0), 0) is None
+
+
+def test_a_sweep_rewrites_only_for_room_that_does_not_come_by_itself() -> None:
+    """Of a sparse segment, survivors move if their promises last beyond a day; pinned ones also after."""
+    sparse = FULL._replace(alive_bytes=499, promise_until_s=200_000)
+    assert sweep_action(sparse, 200_000 - REWRITE_AHEAD_S - 1) is Action.MOVE_ALIVE
+    assert sweep_action(sparse, 200_000 - REWRITE_AHEAD_S) is None
+    assert sweep_action(sparse, 199_999) is None
+    assert sweep_action(sparse, 200_000) is Action.MOVE_ALIVE
+    assert sweep_action(sparse._replace(alive_bytes=500), 0) is None
+    assert sweep_action(sparse._replace(alive_bytes=0), 199_999) is Action.FREE
 
 
 def test_an_unknown_class_goes_last() -> None:
