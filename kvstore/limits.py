@@ -89,6 +89,10 @@ SEGMENT_BYTES_DEFAULT = 256 * MIB
 SEGMENT_BYTES_MIN = 1 * MIB
 SEGMENT_BYTES_MAX = 4 * GIB
 CAPACITY_BYTES_MIN = 8 * MIB
+OFFERS_MAX = 2**20
+"""Keys offered once that a node remembers at least, where a class stores from the second offer (4 MiB); the oldest are
+forgotten.
+"""
 TOMBSTONES_MAX = 262_144
 """Removed keys whose reason is remembered (for explain); the oldest is forgotten."""
 FREE_MIN_SHARE = 0.01

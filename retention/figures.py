@@ -75,7 +75,7 @@ def setting_json(setting: Setting) -> Row:
 def class_table(outcome: Outcome) -> Table:
     table = _table("what each class found, and what it cost", "class")
     headings = ("requests", "prompt tokens", "hit tokens", "hit rate", "loaded", "recomputed tokens", "kept (mean)")
-    for heading in (*headings, "written/day", "device/day", "promises kept", "refused"):
+    for heading in (*headings, "written/day", "device/day", "promises kept", "refused", "declined"):
         table.add_column(heading, justify="right")
     for row in class_rows(outcome):
         table.add_row(
@@ -91,6 +91,7 @@ def class_table(outcome: Outcome) -> Table:
             format_bytes_short(row["device_bytes_per_day"]),
             f"{row['promises_kept']:.1%}",
             f"{row['refused_blocks']:,}",
+            f"{row['declined_blocks']:,}",
         )
     return table
 
@@ -186,6 +187,7 @@ def _written(outcome: Outcome, counts: Counts) -> Row:
     return {
         "stored_blocks": counts.stored,
         "refused_blocks": counts.refused,
+        "declined_blocks": counts.declined,
         "rewritten_blocks": counts.rewritten,
         "evicted_blocks": counts.evicted,
         "expired_blocks": counts.expired,

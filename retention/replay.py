@@ -16,6 +16,7 @@ from kvstore.capacity import FIRST_RECORD, VolumeLayout, blocks_max, divide, rec
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.placement import Placement
 from kvstore.traffic import ClassRules
+from retention.intake import Intake
 from retention.volume import Blocks, Counts, Shelf, Volume
 from retention.workload import Request, Workload
 
@@ -126,6 +127,7 @@ class Outcome:
                 if node in (None, at) and class_byte in (None, number):
                     total.stored += part.stored
                     total.refused += part.refused
+                    total.declined += part.declined
                     total.rewritten += part.rewritten
                     total.evicted += part.evicted
                     total.expired += part.expired
@@ -164,6 +166,7 @@ class Replay:
                 layout.segment_bytes,
                 layout.segments_max,
                 blocks_max(layout.index_budget_bytes),
+                Intake(workload.blocks, setting.record_bytes),
             )
             for _ in range(setting.nodes)
         ]

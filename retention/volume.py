@@ -21,6 +21,7 @@ from kvstore.capacity import SPARE_SEGMENTS, open_segments_max
 from kvstore.chains import in_chain_order
 from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
 from kvstore.traffic import TOUCH_PARTS, ClassRules
+from retention.intake import Intake
 
 Blocks = npt.NDArray[np.int64]
 NEVER_S = 2**62
@@ -70,10 +71,13 @@ class Shelf:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to blocks of one class. ``evicted``: dropped before their promise was over."""
+    """What happened to blocks of one class. ``evicted``: dropped before their promise was over. ``declined``:
+    not stored by the class's rule.
+    """
 
     stored: int = 0
     refused: int = 0
+    declined: int = 0
     rewritten: int = 0
     evicted: int = 0
     expired: int = 0
@@ -115,6 +119,7 @@ class Volume:
     segment_bytes: int
     segments_max: int
     blocks_max: int
+    intake: Intake
     counts: dict[int, Counts] = field(default_factory=dict)
     recycled: int = 0
     soonest_s: int = NEVER_S
@@ -130,32 +135,47 @@ class Volume:
     # --- what clients do ----------------------------------------------------------------------------------------------
 
     def put(self, blocks: Blocks, class_byte: int, now_s: int) -> None:
-        """Store or touch each block, in order, as one put does."""
+        """Store or touch each block, in order, as one put does; new ones that a rule does not want are declined."""
+        rule = self.rules.by_byte(class_byte)
+        if rule is None or not self.intake.chooses(rule):
+            self._put(blocks, class_byte, now_s)
+            return
+        fresh = self.shelf.places[blocks] < 0
+        wanted = np.ones(len(blocks), dtype=np.bool_)
+        wanted[fresh] = self.intake.admit(rule, blocks[fresh], now_s)
+        self.counts_of(class_byte).declined += len(blocks) - int(wanted.sum())
+        self._put(blocks[wanted], class_byte, now_s)
+        chosen = blocks[fresh & wanted]
+        self.intake.spend(rule, int((self.shelf.places[chosen] >= 0).sum()))
+
+    def _put(self, blocks: Blocks, class_byte: int, now_s: int) -> None:
         shelf, keep_for_s = self.shelf, self.rules.keep_for_s(class_byte)
         alive = shelf.until_s[blocks] > now_s
         pending = blocks[~alive]
-        expired = pending[shelf.places[pending] >= 0]
-        self._expire(expired)
+        self._expire(pending[shelf.places[pending] >= 0])
         shelf.touch(blocks[alive], now_s, keep_for_s)
-        counts = self.counts_of(class_byte)
-        if not len(pending):
-            return
+        if len(pending):
+            stored = self._write(pending, class_byte, now_s)
+            self.counts_of(class_byte).stored += stored
+            self.counts_of(class_byte).refused += len(pending) - stored
+
+    def _write(self, pending: Blocks, class_byte: int, now_s: int) -> int:
+        """Write new blocks; how many found room."""
+        shelf, until_s = self.shelf, now_s + self.rules.keep_for_s(class_byte)
         if not self._make_room(lambda: self._blocks + len(pending) <= self.blocks_max, now_s):
-            counts.refused += len(pending)
-            return
-        day, at = expiry_day(now_s + keep_for_s), 0
+            return 0
+        at = 0
         while at < len(pending):
-            segment = self._segment_for(class_byte, day, now_s)
+            segment = self._segment_for(class_byte, expiry_day(until_s), now_s)
             if segment is None:
-                counts.refused += len(pending) - at
-                return
+                break
             run = pending[at : at + shelf.slots - segment.used]
             self._append(segment, run)
-            shelf.until_s[run] = now_s + keep_for_s
-            self.soonest_s = min(self.soonest_s, now_s + keep_for_s)
+            shelf.until_s[run] = until_s
             self._blocks += len(run)
-            counts.stored += len(run)
             at += len(run)
+        self.soonest_s = min(self.soonest_s, until_s)
+        return at
 
     def sweep(self, now_s: int) -> None:
         """Drop what expired, segment by segment."""

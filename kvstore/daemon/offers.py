@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.keys import BlockKey
+from kvstore.limits import OFFERS_MAX as OFFERS_MAX
 
-OFFERS_MAX = 2**20
-"""Keys of one filter: 2 MiB of memory, 4 MiB together."""
 BITS_A_KEY = 16
 
 

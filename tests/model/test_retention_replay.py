@@ -21,7 +21,7 @@ from kvstore.placement import Placement
 from kvstore.reclaim import Action, SegmentUsage, choose_victim, sweep_action
 from kvstore.store import BlockPut
 from kvstore.testing import T0_S, ManualClock
-from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from kvstore.traffic import AGENT, ALWAYS, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
 from retention.replay import Outcome, Replay, Setting, replay
 from retention.workload import Request, Workload
 from tests.support.nodes import open_node
@@ -31,11 +31,15 @@ from tests.support.traffic import made_up_workload
 HOUR_S, DAY_S = 3600, 86_400
 
 
-def rules(agent_s: int, chat_s: int, floor_bytes: int = 0) -> ClassRules:
+def rules(
+    agent_s: int, chat_s: int, floor_bytes: int = 0, *, budget_bytes: int = 0, second: bool = False
+) -> ClassRules:
+    """``budget_bytes``: what agents may write a day. ``second``: chats are stored from the second touch."""
+    admission = SECOND_TOUCH if second else ALWAYS
     return ClassRules(
         (
-            ClassRule(AGENT, "agent", agent_s, priority=100),
-            ClassRule(CHAT, "chat", chat_s, priority=200, floor_bytes=floor_bytes),
+            ClassRule(AGENT, "agent", agent_s, priority=100, write_budget_bytes=budget_bytes),
+            ClassRule(CHAT, "chat", chat_s, priority=200, floor_bytes=floor_bytes, admission=admission),
         )
     )
 
@@ -54,6 +58,9 @@ class Cell:
     records: list[int] = field(default_factory=list)
 
 
+HAPPENINGS = ("stored", "refused", "declined", "rewritten", "evicted", "expired")
+
+
 @dataclass
 class PlainNode:
     setting: Setting
@@ -64,9 +71,9 @@ class PlainNode:
     where: dict[int, tuple[Cell, int]] = field(default_factory=dict)
     until_s: dict[int, int] = field(default_factory=dict)
     begun: int = 0
-    happened: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(["stored", "refused", "rewritten", "evicted", "expired"], 0)
-    )
+    offered: set[int] = field(default_factory=set)
+    spent: dict[tuple[int, int], int] = field(default_factory=dict)
+    happened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(HAPPENINGS, 0))
 
     def alive(self, block: int, now_s: float) -> bool:
         return block in self.where and self.until_s[block] > now_s
@@ -78,6 +85,28 @@ class PlainNode:
             self.until_s[block] = now_s + keep_s
 
     def put(self, blocks: list[int], class_byte: int, now_s: int) -> None:
+        rule = self.setting.rules.by_byte(class_byte)
+        assert rule is not None
+        spent = self.spent.get((class_byte, now_s // DAY_S), 0)
+        kept = []
+        for block in blocks:
+            declined = False
+            if block not in self.where:
+                if rule.admission == SECOND_TOUCH and block not in self.offered:
+                    self.offered.add(block)
+                    declined = True
+                elif rule.write_budget_bytes:
+                    spent += self.setting.record_bytes
+                    declined = spent > rule.write_budget_bytes
+            self.happened["declined"] += declined
+            kept += [] if declined else [block]
+        fresh = {block for block in kept if block not in self.where}
+        self.store(kept, class_byte, now_s)
+        stored_bytes = self.setting.record_bytes * len(fresh & set(self.where))
+        day = (class_byte, now_s // DAY_S)
+        self.spent[day] = self.spent.get(day, 0) + stored_bytes
+
+    def store(self, blocks: list[int], class_byte: int, now_s: int) -> None:
         pending = [block for block in blocks if not self.alive(block, now_s)]
         missing = set(pending)
         for block in blocks:
@@ -235,7 +264,7 @@ class PlainStore:
 
 def totals(outcome: Outcome) -> dict[str, int]:
     counts = outcome.counts_of()
-    return {name: getattr(counts, name) for name in ("stored", "refused", "rewritten", "evicted", "expired")}
+    return {name: getattr(counts, name) for name in HAPPENINGS}
 
 
 @settings(deadline=None, max_examples=25)
@@ -247,13 +276,24 @@ def totals(outcome: Outcome) -> dict[str, int]:
     keeps=st.sampled_from([(5 * 60, HOUR_S), (3 * HOUR_S, HOUR_S), (DAY_S, 7 * DAY_S)]),
     floor_mib=st.sampled_from([0, 2, 20]),
     gap_s=st.sampled_from([10.0, 600.0, 20_000.0]),
+    budget_bytes=st.sampled_from([0, 0, MIB]),
+    second=st.booleans(),
 )
 def test_it_does_what_plain_dictionaries_do(
-    seed: int, nodes: int, payload_bytes: int, capacity_mib: int, keeps: tuple[int, int], floor_mib: int, gap_s: float
+    seed: int,
+    nodes: int,
+    payload_bytes: int,
+    capacity_mib: int,
+    keeps: tuple[int, int],
+    floor_mib: int,
+    gap_s: float,
+    budget_bytes: int,
+    second: bool,
 ) -> None:
     """Hits of every request, and what was stored, refused, moved, evicted and expired, are the same block by block."""
     workload = made_up_workload(seed, requests=50, gap_s=gap_s)
-    setting = Setting(rules(*keeps, floor_mib * MIB), payload_bytes, capacity_mib * MIB, nodes, sweep_every_s=300)
+    in_force = rules(*keeps, floor_mib * MIB, budget_bytes=budget_bytes, second=second)
+    setting = Setting(in_force, payload_bytes, capacity_mib * MIB, nodes, sweep_every_s=300)
     fast, plain = Replay(workload, setting), PlainStore(workload, setting)
     for request in workload.requests:
         fast.advance(request.at_s)
@@ -311,16 +351,36 @@ class Case:
     gap_s: float = 2000.0
     capacity_bytes: int = 10 * MIB
     floor_bytes: int = 2 * MIB
+    budget_bytes: int = 0
+    second: bool = False
+    sweep_every_s: int = 1800
 
 
 CASES = {
-    "segments run out": Case(1, ("evicted",)),
-    "promises end": Case(2, ("evicted", "expired", "rewritten"), keeps=(HOUR_S, 3 * HOUR_S), gap_s=1500.0),
+    "segments run out": Case(1, ("evicted",), requests=50),
+    "promises end": Case(2, ("evicted", "expired", "rewritten"), 70, keeps=(HOUR_S, 3 * HOUR_S), gap_s=1500.0),
     "some promises are longer": Case(
-        4, ("expired", "rewritten"), keeps=(HOUR_S, 7 * DAY_S), gap_s=9000.0, capacity_bytes=64 * MIB
+        6,
+        ("expired", "rewritten"),
+        requests=60,
+        payload_bytes=20_000,
+        keeps=(HOUR_S, 7 * DAY_S),
+        gap_s=3000.0,
+        capacity_bytes=32 * MIB,
+        sweep_every_s=3 * HOUR_S,
     ),
-    "the index runs out": Case(3, ("evicted",), requests=400, payload_bytes=3000, gap_s=600.0),
-    "all is protected": Case(1, ("refused",), requests=60, payload_bytes=200_000, floor_bytes=20 * MIB),
+    "the index runs out": Case(3, ("evicted",), requests=260, payload_bytes=3000, gap_s=600.0, sweep_every_s=DAY_S),
+    "all is protected": Case(1, ("refused",), requests=50, payload_bytes=200_000, floor_bytes=10 * MIB),
+    "writes are rationed": Case(
+        5,
+        ("declined", "expired"),
+        requests=80,
+        payload_bytes=3000,
+        gap_s=20_000.0,
+        budget_bytes=200_000,
+        second=True,
+        sweep_every_s=DAY_S,
+    ),
 }
 
 
@@ -328,8 +388,8 @@ CASES = {
 def test_it_does_what_a_real_node_does(tmp_path: Path, case: Case) -> None:
     """On one clock, with real files: hits of every request, and every counter of room, are the node's."""
     workload = made_up_workload(case.seed, requests=case.requests, gap_s=case.gap_s, begin_s=T0_S)
-    rules_in_force = rules(*case.keeps, case.floor_bytes)
-    setting = Setting(rules_in_force, case.payload_bytes, case.capacity_bytes, sweep_every_s=1800)
+    rules_in_force = rules(*case.keeps, case.floor_bytes, budget_bytes=case.budget_bytes, second=case.second)
+    setting = Setting(rules_in_force, case.payload_bytes, case.capacity_bytes, sweep_every_s=case.sweep_every_s)
     clock = ManualClock()
     node = open_node(tmp_path, clock, capacity_bytes=case.capacity_bytes, rules=rules_in_force)
     try:
@@ -348,6 +408,7 @@ def test_it_does_what_a_real_node_does(tmp_path: Path, case: Case) -> None:
     assert happened == {
         "stored": stats["puts"],
         "refused": stats["refused"],
+        "declined": stats["declined"],
         "rewritten": stats["blocks_rewritten"],
         "evicted": stats["evicted"],
         "expired": stats["expired"],
@@ -370,4 +431,4 @@ def test_unbounded_it_hits_whatever_was_asked_before() -> None:
         hits += sum(block in seen for block in request.blocks().tolist())
         seen.update(request.blocks().tolist())
     assert outcome.traffic_of(None).hit_blocks == hits
-    assert totals(outcome) == {"stored": workload.blocks, "refused": 0, "rewritten": 0, "evicted": 0, "expired": 0}
+    assert totals(outcome) == dict.fromkeys(HAPPENINGS, 0) | {"stored": workload.blocks}
