@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from kvstore.traffic import ClassRule, ClassRules
+from kvstore.traffic import ClassRules
 
 PAGE_BYTES = 4096
 HOUR_S = 3600
@@ -76,21 +76,40 @@ class ClassIngest:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A node's segments: how many it may have, how many hold something, and their size."""
+    """A node's segments: their size, how many it may have, how many hold something; and the same of its index's blocks.
+
+    ``blocks_max`` 0: the index sets no bound.
+    """
 
     segment_bytes: int
     segments_max: int
     segments_used: int
     segments_spare: int = 1
+    blocks_max: int = 0
+    blocks_used: int = 0
 
     def held_bytes(self, record_bytes: float) -> float:
         """Bytes of whole records of this length that fit one segment, after its first page."""
         room_bytes = self.segment_bytes - PAGE_BYTES
         return max(1, room_bytes // record_bytes) * record_bytes if record_bytes else room_bytes
 
+    def weight(self, record_bytes: float) -> float:
+        """How much more of the index than of the segments such records take; 1 where it is less."""
+        if not self.blocks_max or not record_bytes:
+            return 1.0
+        return max(1.0, self.usable_bytes / self.blocks_max / record_bytes)
+
     @property
     def usable_bytes(self) -> int:
         return max(0, self.segments_max - self.segments_spare) * self.segment_bytes
+
+    @property
+    def free_bytes(self) -> float:
+        """What is left of the segments, or of the index if that is less."""
+        free_bytes = float(self.usable_bytes - self.segments_used * self.segment_bytes)
+        if self.blocks_max:
+            free_bytes = min(free_bytes, (1 - self.blocks_used / self.blocks_max) * self.usable_bytes)
+        return max(0.0, free_bytes)
 
 
 def merge_ingest(parts: Iterable[Mapping[int, ClassIngest]]) -> dict[int, ClassIngest]:
@@ -124,6 +143,8 @@ def merge_rooms(rooms: Sequence[Room]) -> Room:
         sum(room.segments_max * room.segment_bytes for room in rooms) // size,
         sum(room.segments_used * room.segment_bytes for room in rooms) // size,
         sum(room.segments_spare * room.segment_bytes for room in rooms) // size,
+        sum(room.blocks_max for room in rooms),
+        sum(room.blocks_used for room in rooms),
     )
 
 
@@ -212,7 +233,11 @@ class _Flow:
     segment stays that goes as a whole.
     """
 
-    rule: ClassRule
+    class_byte: int
+    name: str
+    keep_for_s: int
+    priority: int
+    floor_bytes: int
     ingest_bytes_per_s: float
     slope: float
     whole_slope: float
@@ -226,17 +251,22 @@ class _Flow:
     @property
     def demand_bytes(self) -> float:
         """Where it is not."""
-        return self.fixed + self.slope * self.rule.keep_for_s if self.slope > 0 else 0.0
+        return self.fixed + self.slope * self.keep_for_s if self.slope > 0 else 0.0
 
 
 def forecast(ingest: Mapping[int, ClassIngest], rules: ClassRules, room: Room, window_s: int) -> Forecast:
-    """What becomes of every class of the rules, if it goes on as in the last ``window_s``."""
-    flows = [_flow_of(rule, ingest.get(rule.class_byte), room, window_s) for rule in rules.rules]
+    """What becomes of every class, if it goes on as in the last ``window_s``.
+
+    A class that no rule names counts as it is treated: kept for the longest promise, and as dear as the dearest.
+    """
+    unknown = [byte for byte in ingest if rules.by_byte(byte) is None]
+    class_bytes = [*(int(rule.class_byte) for rule in rules.rules), *unknown]
+    flows = [_flow_of(byte, rules, ingest.get(byte), room, window_s) for byte in class_bytes]
     kept_s = _share_out(flows, float(room.usable_bytes))
     demand_bytes = sum(flow.demand_bytes for flow in flows)
     missing_bytes = max(0.0, demand_bytes - room.usable_bytes)
     spare_bytes = max(0.0, room.usable_bytes - demand_bytes)
-    classes = tuple(_outlook(flow, kept_s[flow.rule.class_byte], spare_bytes) for flow in flows)
+    classes = tuple(_outlook(flow, kept_s[flow.class_byte], spare_bytes) for flow in flows)
     breaks_in_s = _breaks_in_s(flows, ingest, room) if missing_bytes else None
     counted_s = max((item.now_s - item.since_s for item in ingest.values()), default=0)
     return Forecast(classes, demand_bytes, room.usable_bytes, missing_bytes, breaks_in_s, counted_s)
@@ -253,38 +283,41 @@ def promise_stats(parts: Sequence[tuple[Mapping[int, ClassIngest], Room]], rules
     }
 
 
-def _flow_of(rule: ClassRule, ingest: ClassIngest | None, room: Room, window_s: int) -> _Flow:
+def _flow_of(class_byte: int, rules: ClassRules, ingest: ClassIngest | None, room: Room, window_s: int) -> _Flow:
     """Segments hold one class and one day of expiry: each day leaves one half full, and the oldest is half dead."""
+    rule, keep_for_s = rules.by_byte(class_byte), rules.keep_for_s(class_byte)
+    priority = rule.priority if rule else max(item.priority for item in rules.rules)
+    floor_bytes = rule.floor_bytes if rule else 0
+    who = (class_byte, rules.name_of(class_byte), keep_for_s, priority, floor_bytes)
     rate = ingest.rate_bytes_per_s(window_s) if ingest is not None else 0.0
     if ingest is None or rate <= 0:
-        return _Flow(rule, 0.0, 0.0, 0.0, 0.0, 0.0)
-    promised_bytes = rate * rule.keep_for_s
-    stretch = 1 + ingest.lengthened_bytes(window_s) / promised_bytes
-    whole = max(stretch, 1 + ingest.segments_bytes(window_s) / promised_bytes)
+        return _Flow(*who, 0.0, 0.0, 0.0, 0.0, 0.0)
+    stretch = 1 + ingest.lengthened_bytes(window_s) / (rate * keep_for_s)
+    whole = max(stretch, 1 + ingest.segments_bytes(window_s) / (rate * keep_for_s))
     segments_per_day = max(rate * DAY_S / room.held_bytes(ingest.record_bytes) + 0.5, 1.0)
-    slope = segments_per_day * room.segment_bytes / DAY_S
-    fixed = room.segment_bytes / 2
-    return _Flow(rule, rate, slope * (stretch + whole) / 2, slope * whole, fixed, rule.keep_for_s * whole)
+    by_segments = segments_per_day * room.segment_bytes / DAY_S
+    slope = max(by_segments, rate * room.weight(ingest.record_bytes))
+    return _Flow(*who, rate, slope * (stretch + whole) / 2, slope * whole, room.segment_bytes / 2, keep_for_s * whole)
 
 
 def _share_out(flows: Sequence[_Flow], usable_bytes: float) -> dict[int, float]:
     """Seconds that each class is kept, by class byte: the dearest first, each priority after what floors hold."""
     kept_s: dict[int, float] = {}
     left_bytes = usable_bytes
-    for priority in sorted({flow.rule.priority for flow in flows}, reverse=True):
-        group = [flow for flow in flows if flow.rule.priority == priority]
-        cheaper = [flow for flow in flows if flow.rule.priority < priority]
-        floors = sum(min(flow.demand_bytes, flow.rule.floor_bytes) for flow in cheaper)
+    for priority in sorted({flow.priority for flow in flows}, reverse=True):
+        group = [flow for flow in flows if flow.priority == priority]
+        cheaper = [flow for flow in flows if flow.priority < priority]
+        floors = sum(min(flow.demand_bytes, flow.floor_bytes) for flow in cheaper)
         early_s = _given_up_s(group, left_bytes - floors)
         for flow in group:
-            kept_s[flow.rule.class_byte] = _kept_s(flow, early_s)
-            left_bytes -= flow.bytes_at(kept_s[flow.rule.class_byte]) if early_s else flow.demand_bytes
+            kept_s[flow.class_byte] = _kept_s(flow, early_s)
+            left_bytes -= flow.bytes_at(kept_s[flow.class_byte]) if early_s else flow.demand_bytes
     return kept_s
 
 
 def _given_up_s(group: Sequence[_Flow], room_bytes: float) -> float:
     """How long before their end blocks of one priority must go, so that the rest fits: the earliest promises go."""
-    low, high = 0.0, float(max(flow.rule.keep_for_s for flow in group))
+    low, high = 0.0, float(max(flow.keep_for_s for flow in group))
     if sum(flow.demand_bytes for flow in group) <= room_bytes:
         return 0.0
     for _ in range(_STEPS):
@@ -296,33 +329,31 @@ def _given_up_s(group: Sequence[_Flow], room_bytes: float) -> float:
 
 def _kept_s(flow: _Flow, early_s: float) -> float:
     """What is left of a promise that ends so much early, but no less than the floor holds."""
-    kept_s = max(0.0, flow.rule.keep_for_s - early_s)
-    if flow.slope > 0 and flow.rule.floor_bytes > flow.bytes_at(kept_s):
-        kept_s = max(kept_s, min(float(flow.rule.keep_for_s), (flow.rule.floor_bytes - flow.fixed) / flow.whole_slope))
+    kept_s = max(0.0, flow.keep_for_s - early_s)
+    if flow.slope > 0 and flow.floor_bytes > flow.bytes_at(kept_s):
+        kept_s = max(kept_s, min(float(flow.keep_for_s), (flow.floor_bytes - flow.fixed) / flow.whole_slope))
     return kept_s
 
 
 def _outlook(flow: _Flow, kept_s: float, spare_bytes: float) -> Outlook:
-    rule = flow.rule
-    broken = kept_s < rule.keep_for_s and flow.slope > 0
+    broken = kept_s < flow.keep_for_s and flow.slope > 0
     if broken:
-        ratio = kept_s / rule.keep_for_s
+        ratio = kept_s / flow.keep_for_s
     else:
         ratio = min(RATIO_MAX, 1 + spare_bytes / flow.demand_bytes) if flow.demand_bytes else RATIO_MAX
-    return Outlook(
-        rule.class_byte, rule.name, rule.keep_for_s, flow.ingest_bytes_per_s, flow.demand_bytes,
-        kept_s if broken else float(rule.keep_for_s), ratio,
-    )  # fmt: skip
+    lasts_s = kept_s if broken else float(flow.keep_for_s)
+    who = (flow.class_byte, flow.name, flow.keep_for_s)
+    return Outlook(*who, flow.ingest_bytes_per_s, flow.demand_bytes, lasts_s, ratio)
 
 
 def _breaks_in_s(flows: Sequence[_Flow], ingest: Mapping[int, ClassIngest], room: Room) -> float:
-    """Until no segment is free, hour by hour: what comes, less what came a promise ago and goes now."""
-    left_bytes = float(room.usable_bytes - room.segments_used * room.segment_bytes)
+    """Until there is no room, hour by hour: what comes, less what came a promise ago and goes now."""
+    left_bytes = room.free_bytes
     if left_bytes <= 0:
         return 0.0
     longest_s = max(flow.stays_s for flow in flows)
     for hour in range(math.ceil(longest_s / HOUR_S) + 1):
-        growth = sum(_growth_bytes_per_hour(flow, ingest.get(flow.rule.class_byte), hour) for flow in flows)
+        growth = sum(_growth_bytes_per_hour(flow, ingest.get(flow.class_byte), hour) for flow in flows)
         if growth >= left_bytes:
             return (hour + left_bytes / growth) * HOUR_S
         left_bytes -= growth
@@ -334,6 +365,6 @@ def _growth_bytes_per_hour(flow: _Flow, ingest: ClassIngest | None, hour: int) -
     ago = int(flow.stays_s // HOUR_S) - hour
     if ingest is None or flow.slope <= 0 or ago < 0:
         return 0.0
-    overhead = flow.whole_slope * flow.rule.keep_for_s / (flow.ingest_bytes_per_s * flow.stays_s)
+    overhead = flow.whole_slope * flow.keep_for_s / (flow.ingest_bytes_per_s * flow.stays_s)
     goes = ingest.stored_bytes[ago] if ago < len(ingest.stored_bytes) else 0
     return (flow.ingest_bytes_per_s * HOUR_S - goes) * overhead

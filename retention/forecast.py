@@ -79,14 +79,14 @@ def forecast_node(ingest: Mapping[int, ClassIngest], rules: ClassRules, room: Ro
     """One node's forecast and its mends."""
 
     def holds(changed: ClassRules, larger: Room = room) -> bool:
-        surely = replace(larger, segments_max=int(larger.segments_max * (1 - MARGIN)))
+        surely = _resized(larger, int(larger.segments_max * (1 - MARGIN)))
         return all(item.holds for item in forecast(ingest, changed, surely, window_s).classes)
 
     now = forecast(ingest, rules, room, window_s)
     if all(item.holds for item in now.classes):
         return NodeForecast(now, ())
     mends = [_more_room(room, now, lambda larger: holds(rules, larger))]
-    surely = forecast(ingest, rules, replace(room, segments_max=int(room.segments_max * (1 - MARGIN))), window_s)
+    surely = forecast(ingest, rules, _resized(room, int(room.segments_max * (1 - MARGIN))), window_s)
     honest = {item.name: int(item.lasts_s) // HOUR_S * HOUR_S for item in surely.classes if not item.holds}
     if all(keep_s >= _KEEP_S_MIN for keep_s in honest.values()):
         mends.append(_keep(honest) if holds(replace_keep_for(rules, honest)) else None)
@@ -104,9 +104,14 @@ def _more_room(room: Room, now: Forecast, holds: Callable[[Room], bool]) -> Mend
     missing_bytes = now.missing_bytes + MARGIN * now.demand_bytes
     missing = -(-int(missing_bytes) // room.segment_bytes)
     for more in range(_ROOM_STEPS):
-        if holds(replace(room, segments_max=room.segments_max + missing + more)):
+        if holds(_resized(room, room.segments_max + missing + more)):
             return Mend(add_bytes=(missing + more) * room.segment_bytes)
     return None
+
+
+def _resized(room: Room, segments_max: int) -> Room:
+    """The room of another capacity: its index grows with it."""
+    return replace(room, segments_max=segments_max, blocks_max=room.blocks_max * segments_max // room.segments_max)
 
 
 def _shorter(name: str, keep_for_s: int, holds: Callable[[dict[str, int]], bool]) -> Mend | None:

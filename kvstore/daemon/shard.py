@@ -509,7 +509,9 @@ class Shard:
         with self._ledger.lock:
             segments = self._ledger.segments
             used = segments.segments_max - segments.free_count
-            return Room(self._parts.layout.segment_bytes, segments.segments_max, used, SPARE_SEGMENTS)
+            blocks = len(self._ledger.presence)
+            sizes = (self._parts.layout.segment_bytes, segments.segments_max, used, SPARE_SEGMENTS)
+            return Room(*sizes, self._reclaimer.blocks_max, blocks)
 
     def accounting(self) -> dict[str, int]:
         """As ``account_of``."""

@@ -19,8 +19,6 @@ from kvstore.traffic import TrafficClass
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 
 STEP_S = 2 * HOUR_S
-RECORD_BYTES = 16 * 4096
-_PAYLOAD = bytes(RECORD_BYTES - HEADER_BYTES)
 
 
 class Unsynced(Files):
@@ -44,6 +42,7 @@ class Traffic:
     clock: ManualClock
     bytes_per_day: dict[TrafficClass, float]
     again: float = 0.0
+    record_bytes: int = 16 * 4096
     lives_s: defaultdict[TrafficClass, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     first_evicted_s: float | None = None
     _used: dict[bytes, tuple[TrafficClass, float]] = field(default_factory=dict)
@@ -60,12 +59,12 @@ class Traffic:
             self.clock.advance(STEP_S)
             for traffic_class, size in self.bytes_per_day.items():
                 self._owed[traffic_class] += size * STEP_S / DAY_S
-                count = int(self._owed[traffic_class] // RECORD_BYTES)
-                self._owed[traffic_class] -= count * RECORD_BYTES
+                count = int(self._owed[traffic_class] // self.record_bytes)
+                self._owed[traffic_class] -= count * self.record_bytes
                 if count:
                     self._put(space_id, traffic_class, count)
             self._use_again(space_id)
-            if step % 3 == 0:
+            if step % 6 == 0:
                 self.node.sweep(apply=True)
             self._hear()
 
@@ -76,9 +75,9 @@ class Traffic:
     def _put(self, space_id: SpaceId, traffic_class: TrafficClass, count: int) -> None:
         chain = a_chain(space_id, count, seed=self._chains)
         self._chains += 1
-        self.node.put(
-            space_id, [BlockPut(name, BLOCK_TOKENS, _PAYLOAD) for name in chain.names], traffic_class=traffic_class
-        )
+        payload = bytes(self.record_bytes - HEADER_BYTES)
+        puts = [BlockPut(name, BLOCK_TOKENS, payload) for name in chain.names]
+        self.node.put(space_id, puts, traffic_class=traffic_class)
         self._used |= {bytes(name.key): (traffic_class, self.clock.now_s()) for name in chain.names}
         if self._random.random() < self.again:
             self._uses.append((self.clock.now_s() + self._random.uniform(0.2, 1.5) * DAY_S, traffic_class, chain))

@@ -115,6 +115,27 @@ def test_records_that_do_not_fill_a_segment_need_more_of_them() -> None:
     assert forecast({AGENT: ragged}, rules, room(999), DAY_S).demand_bytes / MIB == pytest.approx(300 / 0.7, rel=0.02)
 
 
+def test_small_blocks_run_out_of_index_before_disk() -> None:
+    """Where the index takes fewer blocks than fit the segments, it decides: 3 days of 1,000 blocks need 3,000."""
+    small = replace(steady(100), blocks=(0, *[1000 // 24 + 1] * 240))
+    rules = ClassRules((AGENT_RULE,))
+    tight = replace(room(10_000), blocks_max=1500, blocks_used=600)
+    found = forecast({AGENT: small}, rules, tight, DAY_S)
+    assert of(found, "agent").lasts_s / DAY_S == pytest.approx(1500 / 1008, rel=0.01)
+    assert forecast({AGENT: small}, rules, replace(tight, blocks_max=4000), DAY_S).missing_bytes == 0
+    fresh = {
+        AGENT: replace(small, stored_bytes=small.stored_bytes[:2], blocks=small.blocks[:2], since_s=NOW_S - HOUR_S)
+    }
+    assert forecast(fresh, rules, tight, DAY_S).breaks_in_s == pytest.approx(900 / 1008 * DAY_S, rel=0.05)
+
+
+def test_a_class_that_no_rule_names_counts_as_the_dearest() -> None:
+    """It is kept for the longest promise, and known classes give way to it."""
+    found = forecast({AGENT: steady(100), 99: steady(100)}, RULES, room(850), DAY_S)
+    assert (of(found, "class-99").keep_for_s, of(found, "class-99").holds) == (7 * DAY_S, True)
+    assert not of(found, "agent").holds
+
+
 def test_a_class_of_which_nothing_comes_holds() -> None:
     """It needs nothing, and could grow without end."""
     found = forecast({}, RULES, room(8), DAY_S)

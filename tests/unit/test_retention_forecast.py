@@ -90,6 +90,19 @@ def test_a_touched_month_goes_as_forecast(tmp_path: Path) -> None:
             )
 
 
+def test_small_blocks_go_as_forecast(tmp_path: Path) -> None:
+    """Blocks so small that the index is full before the disk: who gives way, and for how long blocks last."""
+    clock = ManualClock()
+    with a_node(tmp_path, clock) as node:
+        traffic = Traffic(node, clock, {AGENT: 4 * MIB, CHAT: MIB}, record_bytes=8192)
+        traffic.run(2)
+        found = predicted(node)
+        began_s = clock.now_s()
+        traffic.run(9)
+        assert lasts_s(found, "agent") == pytest.approx(traffic.mean_life_s(AGENT, began_s + 7 * DAY_S), rel=0.1)
+        assert lasts_s(found, "chat") == 7 * DAY_S
+
+
 def test_the_proposed_promise_is_kept(tmp_path: Path) -> None:
     """A policy that was proposed, set, and lived with: nothing more is evicted."""
     clock = ManualClock()
