@@ -178,6 +178,28 @@ def test_ten_thousand_gets_leave_no_lease_and_no_descriptor(bench: Bench) -> Non
     wait_for(lambda: shared_fds() == before)
 
 
+def test_a_thousand_gets_given_up_leave_no_lease_and_no_descriptor(bench: Bench) -> None:
+    """Each is given up with descriptors in hand and an answer on its way: its connection goes, and all that it held at
+    either end."""
+    names = bench.put(30, seed=1)
+    bodies = wire.encode_get(bench.space, names, [SIZE] * 30)
+
+    def give_up(hold: Hold) -> None:
+        assert lend(hold, bench.space, names)[1]
+        hold.send(Call(wire.Opcode.EXTENTS, bodies, bulk=True))
+        raise DeadlineExceeded("given up")
+
+    held: list[tuple[int, int, int]] = []
+    for rounds in (1, 1000):  # the first makes the client's arena, which stays
+        for _ in range(rounds):
+            with pytest.raises(DeadlineExceeded):
+                bench.talk(give_up)
+        wait_for(lambda: bench.server.connections <= 1)
+        held.append((bench.leases, shared_fds(), len(os.listdir("/proc/self/fd"))))
+    assert held[0] == held[1]
+    assert held[0][0] == 0
+
+
 def test_a_lent_segment_is_not_recycled(bench: Bench) -> None:
     """However much is put meanwhile; once it is released, it is."""
     names = bench.put(9, seed=1)
