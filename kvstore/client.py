@@ -176,7 +176,8 @@ class StoreClient(ControlPlane):
         statuses = [GetStatus.DEADLINE] * len(names)
 
         def get(node: int, positions: Sequence[int]) -> None:
-            scatter = receive.Scatter([names[at] for at in positions], [views[at] for at in positions])
+            mine = names if len(positions) == len(names) else [names[at] for at in positions]
+            scatter = receive.Scatter(mine, [views[at] for at in positions])
             try:
                 self._get_from(node, space_id, scatter, ends_s)
             finally:

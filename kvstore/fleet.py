@@ -179,8 +179,10 @@ def first(failures: Mapping[int, StoreError]) -> StoreError:
     return next(iter(failures.values()), Unavailable("no node answered"))
 
 
-def split(positions: Sequence[int], sizes: Sequence[int], bytes_max: int = CALL_BYTES) -> list[list[int]]:
+def split(positions: Sequence[int], sizes: Sequence[int], bytes_max: int = CALL_BYTES) -> Sequence[Sequence[int]]:
     """Runs of positions that one call moves: at most ``bytes_max`` (or one block) and BATCH_BLOCKS_MAX blocks."""
+    if len(positions) <= limits.BATCH_BLOCKS_MAX and sum([sizes[at] for at in positions]) <= bytes_max:
+        return [positions] if positions else []
     parts: list[list[int]] = []
     held_bytes = 0
     for at in positions:

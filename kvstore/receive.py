@@ -20,6 +20,9 @@ from kvstore.keys import BlockName, SpaceId
 from kvstore.record import HEADER_BYTES
 from kvstore.store import GetStatus, Lookup, PutOutcome
 
+_KEY, _TOKEN_DIGEST = record.LAYOUT["key"], record.LAYOUT["token_digest"]
+_HEADER = np.dtype((np.void, HEADER_BYTES))
+"""Every byte of one: a copy by ``LAYOUT`` leaves out what lies between its fields."""
 _GAP = memoryview(bytearray(extents.GAP_BYTES_MAX))
 """Where the bytes between two records go; nobody reads it."""
 
@@ -33,6 +36,7 @@ class Scatter:
 
     def __init__(self, names: Sequence[BlockName], views: Sequence[memoryview]) -> None:
         self.names = names
+        self.packed = wire.PackedNames.pack(names)
         self.views = views
         self.sizes = [len(view) for view in views]
         self.statuses = [GetStatus.DEADLINE] * len(names)
@@ -50,7 +54,7 @@ class Scatter:
     def request(self, space_id: SpaceId) -> bytes:
         """The body that asks for what is asked."""
         if len(self.asked) == len(self.names):
-            return wire.encode_get(space_id, self.names, self.sizes)
+            return wire.encode_get(space_id, self.packed, self.sizes)
         return wire.encode_get(space_id, [self.names[at] for at in self.asked], [self.sizes[at] for at in self.asked])
 
     def take(self, channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId) -> None:
@@ -99,21 +103,22 @@ class Scatter:
     def parts(self, plan: Plan, begin: int, end: int, *, gap_first: bool) -> list[memoryview]:
         """Where the bytes of a step go, in order; until they are believed their content counts for nothing."""
         parts: list[memoryview] = []
-        asked, views, headers = self.asked, self.views, self._header_view
-        for row, gap in zip(plan.order[begin:end], plan.gaps[begin:end], strict=True):
+        add, asked, views, headers = parts.append, self.asked, self.views, self._header_view
+        rows = plan.order[begin:end]
+        self._begun.update([asked[row] for row in rows])
+        for row, gap in zip(rows, plan.gaps[begin:end], strict=True):
             if gap and (gap_first or parts):
-                parts.append(_GAP[:gap])
+                add(_GAP[:gap])
             at = asked[row]
-            self._begun.add(at)
-            parts.append(headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
-            parts.append(views[at])
+            add(headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
+            add(views[at])
         return parts
 
     def finish(self, plan: Plan, begin: int, end: int) -> None:
         """All of a step's bytes have come: take the checksums while the payloads are in the processor's cache."""
-        for row in plan.order[begin:end]:
-            self._checksums.append(xxhash.xxh3_64_intdigest(self.views[self.asked[row]]))
-            self._finished.append(row)
+        rows, asked, views, checksum = plan.order[begin:end], self.asked, self.views, xxhash.xxh3_64_intdigest
+        self._checksums += [checksum(views[asked[row]]) for row in rows]
+        self._finished += rows
 
     def believe(self, space_id: SpaceId, plan: Plan, rows: Rows) -> int:
         """Verify what was finished: header and payload of each record; returns how many are accepted."""
@@ -122,21 +127,21 @@ class Scatter:
         if not finished:
             return 0
         at = [self.asked[row] for row in finished]
-        names = [self.names[each] for each in at]
         wanted = record.expected_headers(
             space_id,
-            b"".join([name.key for name in names]),
-            b"".join([name.token_digest for name in names]),
-            np.array([self.sizes[each] for each in at], np.int64),
+            np.frombuffer(self.packed.keys, _KEY)[at].tobytes(),
+            np.frombuffer(self.packed.token_digests, _TOKEN_DIGEST)[at].tobytes(),
+            np.array(self.sizes, np.int64)[at],
             rows[finished],
         )
-        view = self._header_view
-        headers = b"".join([view[each * HEADER_BYTES : (each + 1) * HEADER_BYTES] for each in at])
-        good = record.whole_headers(headers, wanted, checksums).tolist()
-        for each, is_good in zip(at, good, strict=True):
-            if is_good:
-                self.accept(each)
-        return sum(good)
+        headers = np.frombuffer(self._headers, _HEADER)[at].tobytes()
+        good = record.whole_headers(headers, wanted, checksums)
+        accepted = at if good.all() else [each for each, is_good in zip(at, good.tolist(), strict=True) if is_good]
+        statuses, ok = self.statuses, GetStatus.OK
+        for each in accepted:
+            statuses[each] = ok
+        self._begun.difference_update(accepted)
+        return len(accepted)
 
     def is_accepted(self, at: int) -> bool:
         return self.statuses[at] == GetStatus.OK and at not in self._begun
