@@ -336,39 +336,42 @@ class Ledger:
                 self.index.refusing = True
                 self._not_written(error)
 
-    def forget(
-        self,
-        slots: Slots,
-        reasons: npt.NDArray[np.uint8],
-        when_s: int,
-        recycled: Segment | None = None,
-        described: Described | None = None,
-    ) -> None:
-        """Drop rows, each once; lookups say why from now on.
+    def forget(self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int) -> None:
+        """Drop rows, each once; lookups say why from now on."""
+        if len(slots):
+            with self.journal:
+                described = self.describe(slots)
+                self.record(self.drop(slots, reasons, when_s), described, reasons, when_s)
+
+    def drop(
+        self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int, recycled: Segment | None = None
+    ) -> IndexBatch:
+        """The part of ``forget`` that lookups wait for; the caller holds the journal until it has recorded the rest.
 
         ``recycled``: the index learns of this segment's new life. Should a power loss take its header back to the old
         one, the next start then looks through it, rather than leave records in it that nobody knows of.
-        ``described``: what ``describe`` said of the slots, where the caller asked before it took the lock.
         """
         extents = {recycled.number: Extent(recycled.header.generation, recycled.end)} if recycled is not None else {}
-        if not len(slots) and not extents:
-            return
-        with self.journal:
-            described = self.describe(slots) if described is None else described
-            with self.lock:
-                fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
-                self.presence.remove(slots)
-                forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
-                made = [Tombstone(reason, when_s) for reason in range(int(reasons.max(initial=0)) + 1)]
-                tombstones: dict[int, Tombstone | None] = {
-                    fingerprint: made[reason]
-                    for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
-                }
-                tombstones |= dict.fromkeys(forgotten.tolist())
-                blocks = len(self.presence)
-                self._write(IndexBatch(removed=places, tombstones=tombstones, extents=extents, blocks=blocks))
-            if described is not None:
-                self.events.removed(described.rows, reasons[described.at], when_s)
+        with self.lock:
+            fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
+            self.presence.remove(slots)
+            forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
+            blocks = len(self.presence)
+        made = [Tombstone(reason, when_s) for reason in range(int(reasons.max(initial=0)) + 1)]
+        tombstones: dict[int, Tombstone | None] = {
+            fingerprint: made[reason]
+            for fingerprint, reason in zip(fingerprints.tolist(), reasons.tolist(), strict=True)
+        }
+        tombstones |= dict.fromkeys(forgotten.tolist())
+        return IndexBatch(removed=places, tombstones=tombstones, extents=extents, blocks=blocks)
+
+    def record(
+        self, dropped: IndexBatch, described: Described | None, reasons: npt.NDArray[np.uint8], when_s: int
+    ) -> None:
+        """Let the index and the listeners know of rows that were dropped. ``described``: what ``describe`` said."""
+        self._write(dropped)
+        if described is not None:
+            self.events.removed(described.rows, reasons[described.at], when_s)
 
     def describe(self, slots: Slots) -> Described | None:
         """What listeners are told of blocks that will go: None while nobody listens. The caller holds the journal.

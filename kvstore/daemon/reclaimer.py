@@ -20,7 +20,7 @@ from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.chains import in_chain_order
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.index import IndexRefused, entries_of
-from kvstore.daemon.ledger import Described, Ledger, Place
+from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, fingerprint_of
 from kvstore.daemon.record import (
     HEADER_BYTES,
@@ -236,25 +236,24 @@ class Reclaimer:
         """Back to the free list with whatever it holds. False if a reader came in between or the file refused."""
         with self._ledger.journal:
             slots = self._ledger.presence.in_segment(segment.number)
-            return self._recycle_now(segment, slots, self._ledger.describe(slots), now_s)
-
-    def _recycle_now(self, segment: Segment, slots: Slots, described: Described | None, now_s: int) -> bool:
-        with self._ledger.changing():
-            if segment.leases:
-                return False
-            presence = self._ledger.presence
-            alive = presence.alive(slots, now_s)
-            try:
-                self._ledger.segments.release(segment, now_s)
-            except OSError as error:
-                self._ledger.counters.write_errors += 1
-                log.error("segment_not_recycled segment=%d problem=%r", segment.number, error)
-                return False
-            reasons = np.where(alive, np.uint8(Presence.EVICTED), np.uint8(Presence.EXPIRED))
-            self._ledger.counters.evicted += int(alive.sum())
-            self._ledger.counters.expired += len(slots) - int(alive.sum())
-            self._ledger.counters.segments_recycled += 1
-            self._ledger.forget(slots, reasons, now_s, segment, described)
+            described = self._ledger.describe(slots)
+            with self._ledger.lock:
+                if segment.leases:
+                    return False
+                alive = self._ledger.presence.alive(slots, now_s)
+                try:
+                    self._ledger.segments.release(segment, now_s)
+                except OSError as error:
+                    self._ledger.counters.write_errors += 1
+                    log.error("segment_not_recycled segment=%d problem=%r", segment.number, error)
+                    return False
+                reasons = np.where(alive, np.uint8(Presence.EVICTED), np.uint8(Presence.EXPIRED))
+                dropped = self._ledger.drop(slots, reasons, now_s, segment)
+            self._ledger.record(dropped, described, reasons, now_s)
+            counters = self._ledger.counters
+            counters.evicted += int(alive.sum())
+            counters.expired += len(slots) - int(alive.sum())
+            counters.segments_recycled += 1
             return True
 
     def _move(self, segment: Segment, slots: Slots, now_s: int) -> int | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.daemon.index import IndexBatch
 from kvstore.daemon.node import Node
 from kvstore.errors import DeadlineExceeded
-from kvstore.keys import SpaceId
-from kvstore.store import FLAG_APPROXIMATE, GetStatus
+from kvstore.keys import SpaceId, TokenChain
+from kvstore.store import FLAG_APPROXIMATE, GetStatus, Presence
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
 from tests.support.faults import FaultyFiles
@@ -117,4 +118,47 @@ def test_a_writer_that_hangs_in_the_disk_holds_up_no_lookup_and_no_read(
     finally:
         files.release()
         writer.join(10)
+    assert not writer.is_alive()
+
+
+def test_an_index_that_learns_of_a_recycled_segment_holds_up_no_lookup_and_no_read(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of entries go with a segment: whoever asks meanwhile is answered by the map, which knows already."""
+    space, index = node.register_space(a_space()), node._shards[0]._ledger.index
+    write, waiting, go_on = index.write, threading.Event(), threading.Event()
+
+    def slow_write(batch: IndexBatch) -> None:
+        if len(batch.removed):
+            waiting.set()
+            go_on.wait(30)
+        write(batch)
+
+    chains = [a_chain(space, 20, seed=seed) for seed in range(30)]
+    stored: list[TokenChain] = []
+
+    def fill() -> None:
+        for chain in chains:
+            node.put(space, puts_of(list(chain.names), SIZE), traffic_class=AGENT)
+            stored.append(chain)
+
+    found: list[object] = []
+
+    def ask() -> None:
+        found.append(node.lookup(space, stored[-1].names).prefix_blocks())
+        found.append(node.lookup(space, chains[0].names).presence[0])
+        found.append(read(node, space, stored[-1].names[0], SIZE))
+
+    monkeypatch.setattr(index, "write", slow_write)
+    writer, reader = threading.Thread(target=fill), threading.Thread(target=ask)
+    try:
+        writer.start()
+        assert waiting.wait(30)
+        reader.start()
+        reader.join(3)
+        name = stored[-1].names[0]
+        assert found == [20, Presence.EVICTED, (GetStatus.OK, payload_of(name, SIZE))]
+    finally:
+        go_on.set()
+        writer.join(60)
     assert not writer.is_alive()
