@@ -395,12 +395,74 @@ class PutRow:
     checksum: int
 
 
+PUT_ROW = np.dtype(
+    [
+        ("key", "<u8", (4,)),
+        ("parent", "<u8", (4,)),
+        ("digest", "<u8", (2,)),
+        ("checksum", "<u8"),
+        ("index", "<u4"),
+        ("tokens", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("flags", "u1"),
+        ("zero", "u1", (3,)),
+    ]
+)
+assert PUT_ROW.itemsize == _PUT_ROW.size
+
+
+class PutRows(Sequence[PutRow]):
+    """The rows of a put as they came: columns for whoever stores them, objects only for whoever asks for one."""
+
+    __slots__ = ("columns", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+        self.columns = np.frombuffer(packed, PUT_ROW)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @overload
+    def __getitem__(self, at: int) -> PutRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> PutRows: ...
+    def __getitem__(self, at: int | slice) -> PutRow | PutRows:
+        if isinstance(at, slice):
+            begin, end, step = at.indices(len(self))
+            assert step == 1
+            return PutRows(self.packed[_PUT_ROW.size * begin : _PUT_ROW.size * end])
+        begin = range(len(self))[at] * _PUT_ROW.size
+        key, parent, token_digest, checksum, index, tokens, size, flags = _PUT_ROW.unpack_from(self.packed, begin)
+        name = BlockName(BlockKey(key), BlockKey(parent), TokenDigest(token_digest), BlockKey(key), index)
+        return PutRow(name, tokens, size, flags, checksum)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PutRows) and self.packed == other.packed
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def keys(self) -> list[BlockKey]:
+        begins = range(0, len(self.packed), _PUT_ROW.size)
+        return [BlockKey(self.packed[begin : begin + limits.KEY_BYTES]) for begin in begins]
+
+    def sizes(self) -> list[int]:
+        """Payload bytes of each block."""
+        sizes: list[int] = self.columns["payload_bytes"].tolist()
+        return sizes
+
+    def checksums(self) -> list[int]:
+        checksums: list[int] = self.columns["checksum"].tolist()
+        return checksums
+
+
 @dataclass(frozen=True, slots=True)
 class PutRequest:
     space_id: SpaceId
     traffic_class: int
     ack: PutAck
-    rows: tuple[PutRow, ...]
+    rows: PutRows
 
 
 def encode_put(space_id: SpaceId, traffic_class: int, ack: PutAck, rows: Sequence[PutRow]) -> bytes:
@@ -427,14 +489,15 @@ def decode_put(body: bytes) -> PutRequest:
     space_id, traffic_class, ack, count = reader.unpack(_PUT)
     if count > limits.BATCH_BLOCKS_MAX or ack >= len(PUT_ACKS) or traffic_class == 0:
         raise ProtocolError("PUT carries a count, class or acknowledgement level out of bounds")
-    rows = []
-    for key, parent, token_digest, checksum, index, tokens, payload_bytes, flags in reader.rows(_PUT_ROW, count):
-        if not 1 <= payload_bytes <= limits.PAYLOAD_BYTES_MAX or not 1 <= tokens <= limits.BLOCK_TOKENS_MAX:
-            raise ProtocolError("PUT carries a block whose length or token count is out of bounds")
-        name = BlockName(BlockKey(key), BlockKey(parent), TokenDigest(token_digest), BlockKey(key), index)
-        rows.append(PutRow(name, tokens, payload_bytes, flags, checksum))
+    rows = PutRows(reader.take(_PUT_ROW.size * count))
     reader.end()
-    return PutRequest(SpaceId(space_id), traffic_class, PUT_ACKS[ack], tuple(rows))
+    sizes, tokens = rows.sizes(), rows.columns["tokens"].tolist()
+    if count and not (
+        1 <= min(sizes) <= max(sizes) <= limits.PAYLOAD_BYTES_MAX
+        and 1 <= min(tokens) <= max(tokens) <= limits.BLOCK_TOKENS_MAX
+    ):
+        raise ProtocolError("PUT carries a block whose length or token count is out of bounds")
+    return PutRequest(SpaceId(space_id), traffic_class, PUT_ACKS[ack], rows)
 
 
 def encode_put_reply(outcomes: Sequence[PutOutcome]) -> bytes:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvstore.daemon.columns import Arrived
 from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PIN_UNTIL_S_MAX
 from kvstore.store import FLAGS_KNOWN, BlockPut, Pin
 from kvstore.traffic import CLASS_MAX, ClassRules
@@ -19,6 +22,9 @@ def check_put(blocks: Sequence[BlockPut], traffic_class: int, ack: PutAck, check
         raise ValueError(f"acknowledgement level {ack!r} is not one of {', '.join(map(repr, PUT_ACKS))}")
     if checksums is not None and len(checksums) != len(blocks):
         raise ValueError(f"{len(blocks)} blocks but {len(checksums)} checksums")
+    if isinstance(blocks, Arrived):  # its tokens were checked when it was decoded
+        check_flags(int(np.bitwise_or.reduce(blocks.rows.columns["flags"])))
+        return
     for block in blocks:
         check_flags(block.flags)
         if not 1 <= block.tokens <= BLOCK_TOKENS_MAX:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from kvstore.daemon.segment import Segment
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import PAYLOAD_BYTES_MAX
 from kvstore.store import BlockPut, Buffer
+from kvstore.wire import PUT_ROW, PutRows
 
 INCOMING_DTYPE = np.dtype(
     [
@@ -38,6 +40,10 @@ INCOMING_DTYPE = np.dtype(
 _ROW = struct.Struct("<32s32s16sQIIIIBB")
 """One row. (Packing rows one by one is faster than filling columns, which costs a numpy call each.)"""
 assert _ROW.size == INCOMING_DTYPE.itemsize
+
+
+assert INCOMING_DTYPE.names[:6] == PUT_ROW.names[:6]  # type: ignore[index]
+"""And as long: what lies before the sizes is copied as it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,45 @@ class Incoming:
         return np.asarray(pages * RECORD_ALIGN, dtype=np.int64)
 
 
+class Arrived(Sequence[BlockPut]):
+    """The blocks of a put that came over a connection: columns already. ``payloads``: flat, as long as the rows say."""
+
+    __slots__ = ("payloads", "rows")
+
+    def __init__(self, rows: PutRows, payloads: Sequence[memoryview]) -> None:
+        self.rows = rows
+        self.payloads = payloads
+
+    def __len__(self) -> int:
+        return len(self.payloads)
+
+    @overload
+    def __getitem__(self, at: int) -> BlockPut: ...
+    @overload
+    def __getitem__(self, at: slice) -> Arrived: ...
+    def __getitem__(self, at: int | slice) -> BlockPut | Arrived:
+        if isinstance(at, slice):
+            return Arrived(self.rows[at], self.payloads[at])
+        row = self.rows[at]
+        return BlockPut(row.name, row.tokens, self.payloads[at], row.flags)
+
+    def incoming(self) -> Incoming:
+        """To be stored as they are."""
+        bytes_in = np.frombuffer(self.rows.packed, np.uint8).reshape(len(self), PUT_ROW.itemsize)
+        bytes_out = np.zeros((len(self), INCOMING_DTYPE.itemsize), np.uint8)
+        sizes = PUT_ROW.fields["payload_bytes"][1]  # type: ignore[index]
+        bytes_out[:, : sizes + 4] = bytes_in[:, : sizes + 4]
+        bytes_out[:, sizes + 4 : sizes + 9] = bytes_in[:, sizes : sizes + 5]
+        return Incoming(bytes_out.view(INCOMING_DTYPE)[:, 0], self.rows.keys(), list(self.payloads))
+
+
 def incoming(blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[int] | None) -> Incoming:
     """Blocks to be stored under a codec. ``checksums``: those of the payloads at submission; None: taken now.
 
     Raises ValueError for a payload of an impossible length.
     """
+    if isinstance(blocks, Arrived) and codec_name == "none" and checksums is not None:
+        return blocks.incoming()
     stored = [_flat(block.payload) for block in blocks]
     codecs: list[int] = [Codec.NONE] * len(stored)
     sure: set[int] = set()

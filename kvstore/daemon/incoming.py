@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvstore import sharing, wire
 from kvstore.daemon.admission import Admission
+from kvstore.daemon.columns import Arrived
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.request import Request, neighbour_of
 from kvstore.errors import CapacityProtected, Overloaded, ProtocolError
@@ -51,7 +52,7 @@ class IncomingPuts:
 
     def put(self, request: Request) -> None:
         asked = wire.decode_put(request.body)
-        if sum(row.payload_bytes for row in asked.rows) != request.header.payload_bytes:
+        if sum(asked.rows.sizes()) != request.header.payload_bytes:
             raise ProtocolError("PUT's rows do not account for its payload")
         outcomes: list[PutOutcome] = []
         overloaded: Overloaded | None = None
@@ -73,7 +74,7 @@ class IncomingPuts:
     def put_local(self, request: Request) -> None:
         neighbour = neighbour_of(request)
         offsets, asked = sharing.decode_put_local(request.body)
-        sizes = [row.payload_bytes for row in asked.rows]
+        sizes = asked.rows.sizes()
         payloads = [neighbour.arena(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
         outcomes = self._store(request, asked, asked.rows, payloads)
         self._metrics.payload_in.inc(sum(sizes))
@@ -83,9 +84,9 @@ class IncomingPuts:
         space_id, keys = wire.decode_confirm(request.body)
         request.answer(wire.encode_confirm_reply(self._backend.confirm(space_id, keys, deadline_s=request.left_s())))
 
-    def _put_group(self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow]) -> list[PutOutcome]:
+    def _put_group(self, request: Request, asked: wire.PutRequest, rows: wire.PutRows) -> list[PutOutcome]:
         """Receive some blocks into one buffer and store them. Raises Overloaded, with the payload read past."""
-        size = sum(row.payload_bytes for row in rows)
+        size = sum(rows.sizes())
         after = request.unread - size
         try:
             wait_s = min(request.left_s(), ADMISSION_WAIT_S_MAX)
@@ -97,43 +98,42 @@ class IncomingPuts:
             raise
 
     def _store(
-        self, request: Request, asked: wire.PutRequest, rows: Sequence[wire.PutRow], payloads: Sequence[memoryview]
+        self, request: Request, asked: wire.PutRequest, rows: wire.PutRows, payloads: Sequence[memoryview]
     ) -> list[PutOutcome]:
         """Store blocks whose payloads lie in memory; what finds no room is refused."""
         try:
             return self._backend.put(
                 asked.space_id,
-                [
-                    BlockPut(row.name, row.tokens, payload, row.flags)
-                    for row, payload in zip(rows, payloads, strict=True)
-                ],
+                Arrived(rows, payloads),
                 traffic_class=TrafficClass(asked.traffic_class),
                 ack=asked.ack,
                 deadline_s=request.left_s(),
-                checksums=[row.checksum for row in rows],
+                checksums=rows.checksums(),
             )
         except CapacityProtected as error:
             self._metrics.error(error)
             return [PutOutcome.REFUSED] * len(rows)
 
 
-def _groups(rows: Sequence[wire.PutRow], bytes_max: int) -> list[list[wire.PutRow]]:
+def _groups(rows: wire.PutRows, bytes_max: int) -> list[wire.PutRows]:
     """Runs of rows whose payloads fit one buffer; a larger block stands alone."""
-    groups: list[list[wire.PutRow]] = []
-    held_bytes = 0
-    for row in rows:
-        if not groups or held_bytes + row.payload_bytes > bytes_max:
-            groups.append([])
-            held_bytes = 0
-        groups[-1].append(row)
-        held_bytes += row.payload_bytes
-    return groups
+    sizes = rows.sizes()
+    if sum(sizes) <= bytes_max:
+        return [rows] if sizes else []
+    groups: list[wire.PutRows] = []
+    begin = held_bytes = 0
+    for at, size in enumerate(sizes):
+        if at > begin and held_bytes + size > bytes_max:
+            groups.append(rows[begin:at])
+            begin, held_bytes = at, 0
+        held_bytes += size
+    return [*groups, rows[begin:]]
 
 
-def _cut(rows: Sequence[wire.PutRow], buffer: memoryview) -> list[memoryview]:
+def _cut(rows: wire.PutRows, buffer: memoryview) -> list[memoryview]:
     """The payloads that lie one after another in a buffer."""
     payloads, at = [], 0
-    for row in rows:
-        payloads.append(buffer[at : at + row.payload_bytes])
-        at += row.payload_bytes
+    for size in rows.sizes():
+        payloads.append(buffer[at : at + size])
+        at += size
     return payloads

@@ -189,7 +189,7 @@ def test_put(
         for key, parent, digest, index, tokens, size, flags, checksum in rows
     )
     asked = wire.decode_put(wire.encode_put(SpaceId(space), class_byte, ack, blocks))  # type: ignore[arg-type]
-    assert (asked.space_id, asked.traffic_class, asked.ack, asked.rows) == (space, class_byte, ack, blocks)
+    assert (asked.space_id, asked.traffic_class, asked.ack, tuple(asked.rows)) == (space, class_byte, ack, blocks)
     assert wire.decode_put_reply(wire.encode_put_reply(outcomes)) == outcomes
 
 
