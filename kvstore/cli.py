@@ -97,6 +97,11 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
         pin_quota: Annotated[
             str | None, typer.Option(help="Bytes that one owner may pin; 0: any. [default: a quarter of the capacity]")
         ] = None,
+        peers: Annotated[
+            list[str] | None,
+            typer.Option("--peer", help="Another node, asked at start which purges this one missed; repeatable."),
+        ] = None,
+        peer_token: Annotated[Path | None, typer.Option(help="File with an operator's token of the peers.")] = None,
         drain: Annotated[
             str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
         ] = None,
@@ -123,6 +128,8 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "scrub_rate": scrub_rate,
             "free_min": free_min,
             "pin_quota": pin_quota,
+            "peers": peers or None,
+            "peer_token": peer_token,
             "drain": drain,
             "same_host": same_host,
         }

@@ -24,6 +24,7 @@ SCRUB_BYTES_PER_S_DEFAULT = 20 * limits.MIB
 """About 2 % of what a disk reads: 500 GiB in seven hours."""
 OFF = "off"
 """As an address: do not listen there."""
+PEERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class StoreConfig:
     how fast each data directory is verified in the background, 0 for not at all. ``free_min_bytes``: what is left
     free on the file system of each data directory, None for a hundredth of it.
     ``pin_quota_bytes``: payload bytes that one owner may pin, legal holds aside; 0: any; None: a quarter of the
-    capacity.
+    capacity. ``peers``: nodes that are asked at start which purges this one missed, with an operator's token in the
+    file ``peer_token``.
     """
 
     data: tuple[Path, ...]
@@ -59,6 +61,8 @@ class StoreConfig:
     scrub_bytes_per_s: int = SCRUB_BYTES_PER_S_DEFAULT
     free_min_bytes: int | None = None
     pin_quota_bytes: int | None = None
+    peers: tuple[str, ...] = ()
+    peer_token: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -105,6 +109,15 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 def _paths(value: object) -> tuple[Path, ...]:
     rows = value if isinstance(value, (list, tuple)) else [value]
     return tuple(_path(row) for row in rows)
+
+
+def _addresses(value: object) -> tuple[str, ...]:
+    rows = [_text(row) for row in (value if isinstance(value, (list, tuple)) else [value])]
+    for row in rows:
+        parse_address(row)
+    if len(rows) > PEERS_MAX:
+        raise ValueError(f"at most {PEERS_MAX} peers are asked, not {len(rows)}")
+    return tuple(rows)
 
 
 def _path(value: object) -> Path:
@@ -168,6 +181,8 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "scrub_rate": ("scrub_bytes_per_s", _rate),
     "free_min": ("free_min_bytes", _bytes_or_none),
     "pin_quota": ("pin_quota_bytes", _bytes_or_none),
+    "peers": ("peers", _addresses),
+    "peer_token": ("peer_token", _path),
 }
 """Key in the TOML file (and option of the command line) -> field, and how its value is read."""
 

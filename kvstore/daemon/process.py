@@ -18,8 +18,10 @@ from pathlib import Path
 from types import FrameType
 
 from kvstore import wire
+from kvstore.access import read_token
 from kvstore.config import StoreConfig, host_and_port
 from kvstore.daemon.admin import AdminServer, EventFeed, create_app
+from kvstore.daemon.catch_up import catch_up
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
@@ -47,6 +49,7 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, tokens: Tokens
     with ExitStack() as parts:
         node = Node.open(_node_config(config), SystemClock(), rules, policy_text)
         parts.callback(node.close)
+        catch_up(node, config.peers, read_token(config.peer_token))
         if stop.is_set():
             return
         metrics = ServerMetrics()

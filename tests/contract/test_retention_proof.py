@@ -14,6 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from kvstore.client import StoreClient
+from kvstore.daemon.catch_up import catch_up
 from kvstore.daemon.node import Node
 from kvstore.keys import tenant_salt
 from kvstore.testing import ManualClock
@@ -138,6 +139,28 @@ def test_a_node_that_is_down_is_named_and_completes_it_when_it_is_back(shop: Sho
         again = read_receipt(shop.receipt)
         assert again.complete
         assert again.reports["one"] == receipt.reports["one"]
+        assert shop.run("verify", str(shop.receipt)).exit_code == EXIT_OK
+
+
+def test_a_node_that_asks_its_peers_serves_nothing_that_they_have_purged(shop: Shop) -> None:
+    """Before it serves anybody, a node that was down carries out what it missed; once, and nothing else."""
+    shop.stack.close()
+    with shop.up(0):
+        shop.purge("--deadline", "5s")
+        peer = shop.addresses[0].partition("=")[2]
+        node = open_node(shop.folder / "1" / "data", shop.clock)
+        try:
+            assert catch_up(node, ["unix:/nowhere/store.sock"], None) == 0
+            before = node.stats()["blocks"]
+            assert catch_up(node, ["unix:/nowhere/store.sock", peer], None) == 1
+            assert node.stats()["blocks"] < before
+            assert catch_up(node, [peer], None) == 0
+        finally:
+            node.close()
+    with shop.up(0), shop.up(1):
+        assert hits(shop) == (0, BLOCKS)
+        assert shop.run("verify", str(shop.receipt)).exit_code == EXIT_FAILED
+        shop.run("resume", str(shop.receipt), "--sign-key", str(shop.key))
         assert shop.run("verify", str(shop.receipt)).exit_code == EXIT_OK
 
 
