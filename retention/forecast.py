@@ -88,10 +88,10 @@ def forecast_node(ingest: Mapping[int, ClassIngest], rules: ClassRules, room: Ro
     mends = [_more_room(room, now, lambda larger: holds(rules, larger))]
     surely = forecast(ingest, rules, _resized(room, int(room.segments_max * (1 - MARGIN))), window_s)
     honest = {item.name: int(item.lasts_s) // HOUR_S * HOUR_S for item in surely.classes if not item.holds}
-    if all(keep_s >= _KEEP_S_MIN for keep_s in honest.values()):
+    if all(rules.by_name(name) and keep_s >= _KEEP_S_MIN for name, keep_s in honest.items()):
         mends.append(_keep(honest) if holds(replace_keep_for(rules, honest)) else None)
     for item in now.classes:
-        if item.holds and item.demand_bytes:
+        if item.holds and item.demand_bytes and rules.by_name(item.name):
             mends.append(_shorter(item.name, item.keep_for_s, lambda keep: holds(replace_keep_for(rules, keep))))
     return NodeForecast(now, tuple(mend for mend in mends if mend is not None))
 

@@ -171,7 +171,8 @@ class EventLog:
                 return
             for begin in range(0, len(blocks), EVENT_BLOCKS_MAX):
                 self._sequence += 1
-                event = Event(self._sequence, kind, at_s, blocks[begin : begin + EVENT_BLOCKS_MAX])
+                part = blocks[begin : begin + EVENT_BLOCKS_MAX].copy()  # a view would hold the whole change in memory
+                event = Event(self._sequence, kind, at_s, part)
                 self._events[self._sequence] = event
                 self._bytes += event.memory_bytes
             while self._bytes > self._bytes_max:

@@ -18,7 +18,7 @@ from kvstore.daemon.metrics import StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.errors import Unavailable
 from kvstore.limits import MIB
-from kvstore.promises import DAY_S, forecast, ingest_from_json, ingest_json
+from kvstore.promises import DAY_S, ClassIngest, Room, forecast, ingest_from_json, ingest_json
 from kvstore.store import Store
 from kvstore.testing import ManualClock, MemoryStore
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
@@ -142,6 +142,16 @@ def test_each_mend_is_enough_alone() -> None:
         rules = replace_keep_for(RULES, mend.keep_for_s or {})
         larger = type(room)(MIB, room.segments_max + mend.add_bytes // MIB, room.segments_used)
         assert all(item.holds for item in forecast(ingest, rules, larger, DAY_S).classes), mend
+
+
+def test_no_mend_is_proposed_for_a_class_without_a_rule() -> None:
+    """A class that a policy dropped takes room, and has no promise that could be set."""
+    hours = (0, *[5 * MIB] * 240)
+    counts = ClassIngest(hours, (0,), (0,), (0,), 10 * DAY_S, 0)
+    node = _Told(ManualClock(), {AGENT: counts, 99: counts}, Room(MIB, 1100, 700))
+    found = predicted(node)
+    assert [item.name for item in found.forecast.classes if not item.holds] == ["agent"]
+    assert {name for mend in found.mends for name in mend.keep_for_s or {}} <= {"agent"}
 
 
 class _Told(MemoryStore):
