@@ -315,11 +315,30 @@ class Channel:
 
     def receive_body(self, header: wire.Header) -> bytes:
         """The body that follows a header, checked against it."""
-        data = bytearray(header.body_bytes)
-        self.receive_into(memoryview(data))
-        body = bytes(data)
+        body = self._receive_bytes(header.body_bytes)
         wire.check_body(header, body)
         return body
+
+    def _receive_bytes(self, count: int) -> bytes:
+        """As ``receive_into``, into bytes of their own: where all come at once, nothing is cleared or copied."""
+        came = b""
+        if count and not self._ahead:
+            self._arm(socket.SO_RCVTIMEO)
+            try:
+                came = self._sock.recv(count, socket.MSG_WAITALL)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise Unavailable(f"the connection broke while receiving: {error.strerror or error}") from error
+            else:
+                if not came:
+                    raise Unavailable("the peer closed the connection in the middle of a frame")
+            if len(came) == count:
+                return came
+        data = bytearray(count)
+        data[: len(came)] = came
+        self.receive_into(memoryview(data)[len(came) :])
+        return bytes(data)
 
     def receive_into(self, view: memoryview) -> None:
         """Fill the whole view from the peer."""

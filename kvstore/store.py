@@ -55,6 +55,10 @@ class Presence(IntEnum):
     """The node that would hold it did not answer before the deadline."""
 
 
+_PRESENT = int(Presence.PRESENT)
+"""As a plain number: comparing a column with a member takes four times as long."""
+
+
 class GetStatus(IntEnum):
     """Outcome for one block of a get. Only with OK may the buffer be read."""
 
@@ -120,11 +124,14 @@ class Lookup:
 
     def prefix_blocks(self, *, exact_only: bool = False) -> int:
         """Blocks present without a gap from the first on; with ``exact_only`` an approximate block ends the prefix."""
-        usable = self.presence == Presence.PRESENT
+        usable = self.presence == _PRESENT
         if exact_only:
-            usable = usable & ((self.flags & FLAG_APPROXIMATE) == 0)
-        gaps = np.flatnonzero(~usable)
-        return int(gaps[0]) if gaps.size else int(usable.size)
+            usable &= (self.flags & FLAG_APPROXIMATE) == 0
+        return usable.size if usable.all() else int(usable.argmin())
+
+    def prefix_bytes(self) -> int:
+        """Payload bytes of ``prefix_blocks``."""
+        return int(self.payload_bytes[: self.prefix_blocks()].sum(dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,8 @@ class Node:
             )
         found = self._states.under(space_id, packed.keys) if states else ()
         answer = Lookup(presence, flags, sizes, found)
-        prefix = answer.prefix_blocks()
-        return replace(answer, load_s_estimate=self._load_rate.estimate_s(int(sizes[:prefix].sum(dtype=np.int64))))
+        load_s = self._load_rate.estimate_s(answer.prefix_bytes())
+        return replace(answer, load_s_estimate=load_s) if load_s else answer
 
     def get_into(
         self,

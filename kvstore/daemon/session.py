@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
 import xxhash
 
 from kvstore import control, limits, sharing, wire
@@ -189,9 +188,10 @@ class Session:
     def _lookup(self, request: Request) -> None:
         asked = wire.decode_lookup(request.body)
         answer = self._backend.lookup(asked.space_id, asked.names, states=asked.states, deadline_s=request.left_s())
-        prefix = answer.prefix_blocks()
-        load_s = self._load_rate.estimate_s(int(answer.payload_bytes[:prefix].sum(dtype=np.int64)))
-        request.answer(wire.encode_lookup_reply(replace(answer, load_s_estimate=max(load_s, answer.load_s_estimate))))
+        load_s = self._load_rate.estimate_s(answer.prefix_bytes())
+        if load_s > answer.load_s_estimate:
+            answer = replace(answer, load_s_estimate=load_s)
+        request.answer(wire.encode_lookup_reply(answer))
 
     def _touch(self, request: Request) -> None:
         asked = wire.decode_touch(request.body)
