@@ -65,6 +65,10 @@ class Metrics:
         self._in_flight = Gauge("reprise_gateway_requests_in_flight", "Requests now", registry=registry)
         self._workers = Gauge("reprise_gateway_workers_usable", "Workers that can be used", ["role"], registry=registry)
 
+        self._unlogged = Gauge(
+            "reprise_gateway_access_log_dropped", "Requests that the access log could not tell of", registry=registry
+        )
+
     def answered(self, route: str, status: int, traffic_class: str, duration_s: float) -> None:
         self._requests.labels(route, str(status), traffic_class).inc()
         self._duration.labels(route).observe(duration_s)
@@ -103,6 +107,9 @@ class Metrics:
 
     def in_flight(self, count: int) -> None:
         self._in_flight.set(count)
+
+    def access_log_dropped(self, count: int) -> None:
+        self._unlogged.set(count)
 
     def workers(self, prefill: int, decode: int) -> None:
         self._workers.labels("prefill").set(prefill)

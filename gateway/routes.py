@@ -137,6 +137,8 @@ def build_router(services: Services) -> APIRouter:
         services.metrics.workers(
             sum("prefill" in worker.roles for worker in usable), sum("decode" in worker.roles for worker in usable)
         )
+        if services.access_log is not None:
+            services.metrics.access_log_dropped(services.access_log.dropped)
         return Response(services.metrics.render(), media_type=CONTENT_TYPE)
 
     return router

@@ -18,7 +18,7 @@ from typing import Any
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes, format_duration, parse_bytes
 from retention.figures import Row, class_rows, total_row
-from retention.policy import parse_keep_for
+from retention.policy import check_policy, parse_keep_for
 from retention.replay import Outcome, Setting, replay
 from retention.workload import Workload
 
@@ -89,7 +89,10 @@ def check_axes(axes: Sequence[Axis]) -> None:
 
 def settings_of(axes: Sequence[Axis], base: Setting) -> list[tuple[tuple[int | None, ...], Setting]]:
     """The store of each point. Raises ValueError or VolumeError for one that cannot be."""
-    return [(values, _varied(base, axes, values)) for values in product(*(axis.values for axis in axes))]
+    made = [(values, _varied(base, axes, values)) for values in product(*(axis.values for axis in axes))]
+    for _, setting in made:
+        check_policy(list(setting.rules.rules), capacity_bytes=setting.capacity_bytes)
+    return made
 
 
 def draw_points(

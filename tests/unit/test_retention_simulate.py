@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.limits import GIB, MIB
+from kvstore.traffic import ClassRules
 from retention.cli import build_app
 from retention.curve import Axis, Curve, Point, check_axes, lines_of, parse_axis, settings_of
 from retention.figures import class_rows, node_rows, total_row
-from retention.policy import load_class_rules
+from retention.policy import load_class_rules, policy_text
 from retention.replay import Setting, replay
 from retention.trace import read_trace
 from retention.workload import make_workload
@@ -220,6 +222,18 @@ def test_what_cannot_be_simulated_is_said_at_once(traffic: Path, words: list[str
     assert done.exit_code in (1, 2), done.output
     assert said in done.output
     assert "Traceback" not in done.output
+
+
+def test_floors_must_fit_every_capacity_of_a_curve(tmp_path: Path, traffic: Path) -> None:
+    """A point whose floors are beyond its capacity is refused before the others are replayed."""
+    policy = tmp_path / "policy.toml"
+    agent, chat = RULES.rules
+    policy.write_text(policy_text(ClassRules((agent, replace(chat, floor_bytes=30 * MIB)))))
+    words = ["--bytes-per-token", "9", "--policy", str(policy), "--sweep"]
+    assert run(str(traffic), *words, "capacity=40MiB,unlimited").exit_code == 0
+    refused = run(str(traffic), *words, "capacity=40MiB,20MiB")
+    assert refused.exit_code == 2
+    assert "more than the capacity of 20MiB" in refused.output
 
 
 def test_traces_that_cannot_be_used(tmp_path: Path, traffic: Path) -> None:
