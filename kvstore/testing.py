@@ -38,7 +38,7 @@ from kvstore.store import (
     Sighting,
     StateEntry,
 )
-from kvstore.traffic import AGENT, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
+from kvstore.traffic import AGENT, CHAT, SECOND_TOUCH, SLIDING, ClassRule, ClassRules, TrafficClass
 
 DAY_S = 86_400
 TEST_RULES = ClassRules(
@@ -192,7 +192,7 @@ class MemoryStore:
             return PutOutcome.REFUSED  # the key lies under another token digest: a collision; the first one keeps it
         replaces = old is not None and bool(old.flags & FLAG_APPROXIMATE) and not block.flags & FLAG_APPROXIMATE
         if old is not None and not replaces:
-            old.touches[traffic_class] = max(now_s, old.touches.get(traffic_class, 0))
+            self._touch(old, traffic_class, now_s)
             self._counts["touches"] += 1
             return PutOutcome.TOUCHED
         if block.name.key not in self._blocks and not self._wants(block.name.key, len(payload), traffic_class, now_s):
@@ -202,8 +202,9 @@ class MemoryStore:
         if not self._make_room(len(payload) - freed, keep=block.name.key):
             self._counts["refused"] += 1
             return PutOutcome.REFUSED
-        touches = dict(old.touches) if old else {}
-        touches[traffic_class] = now_s
+        if old is not None:
+            self._touch(old, traffic_class, now_s)
+        touches: dict[int, int] = dict(old.touches) if old else {traffic_class: now_s}
         self._payload_bytes += len(payload) - freed
         self._blocks[block.name.key] = MemoryBlock(
             space_id, block.name, block.tokens, block.flags, payload, checksum, now_s, touches
@@ -238,7 +239,7 @@ class MemoryStore:
         with self._lock:
             live = [block for name in names if (block := self._live(space_id, name))]
             for block in live:
-                block.touches[traffic_class] = max(now_s, block.touches.get(traffic_class, 0))
+                self._touch(block, traffic_class, now_s)
             self._counts["touches"] += len(live)
         return len(live)
 
@@ -527,6 +528,11 @@ class MemoryStore:
         return None
 
     # --- inside (callers hold the lock) -----------------------------------------------------------------------------
+
+    def _touch(self, block: MemoryBlock, traffic_class: TrafficClass, now_s: int) -> None:
+        before_s, rule = block.touches.get(traffic_class), self._policy.rules.by_byte(traffic_class)
+        if before_s is None or rule is None or rule.keep == SLIDING:
+            block.touches[traffic_class] = max(now_s, before_s or 0)
 
     def _keep_until_s(self, block: MemoryBlock, rules: ClassRules | None = None) -> int:
         in_force = rules or self._policy.rules

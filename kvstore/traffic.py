@@ -27,6 +27,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}\Z")
 CODECS = ("none", "zstd")
 ALWAYS, SECOND_TOUCH = "always", "second_touch"
 ADMISSIONS = (ALWAYS, SECOND_TOUCH)
+SLIDING, FIXED = "sliding", "fixed"
+KEEPS = (SLIDING, FIXED)
 KEEP_FOR_S_MAX = 50 * 365 * 86_400
 """Fifty years; a longer promise is a slip of the pen. Only touches are stored, as u32 seconds (good until 2106): a
 deadline is computed from them and the rules in force, as an i64, so no promise can overflow it."""
@@ -40,7 +42,8 @@ PRIORITY_MAX = 1_000_000
 class ClassRule:
     """What the daemon does with blocks of one class: numbers only.
 
-    Units: ``keep_for_s`` seconds from the last touch; ``floor_bytes`` physical bytes that eviction leaves to the class.
+    Units: ``keep_for_s`` seconds from the last touch by the class, or, where ``keep`` is fixed, from its first touch of
+    a stored block, which later ones do not lengthen; ``floor_bytes`` physical bytes that eviction leaves to the class.
     ``priority``: classes with a lower number are evicted first. ``codec``: how payloads are stored. ``admission``:
     whether a new block is stored when it is offered, or when it is offered for the second time. ``write_budget_bytes``:
     physical bytes of new blocks that a node stores in a day (UTC); 0: no bound.
@@ -54,6 +57,7 @@ class ClassRule:
     codec: str = "none"
     admission: str = ALWAYS
     write_budget_bytes: int = 0
+    keep: str = SLIDING
 
     def __post_init__(self) -> None:
         for number in (self.class_byte, self.keep_for_s, self.priority, self.floor_bytes, self.write_budget_bytes):
@@ -73,6 +77,8 @@ class ClassRule:
             raise ValueError(f"class {self.name!r}: codec {self.codec!r} is not one of {', '.join(CODECS)}")
         if self.admission not in ADMISSIONS:
             raise ValueError(f"class {self.name!r}: admission {self.admission!r} is not one of {', '.join(ADMISSIONS)}")
+        if self.keep not in KEEPS:
+            raise ValueError(f"class {self.name!r}: keep {self.keep!r} is not one of {', '.join(KEEPS)}")
         if not 0 <= self.write_budget_bytes <= FLOOR_BYTES_MAX:
             raise ValueError(f"class {self.name!r}: write_budget {self.write_budget_bytes} is outside 0..1 EiB")
         built_in = BUILT_IN_NAMES.get(self.name)
@@ -82,7 +88,7 @@ class ClassRule:
             raise ValueError(f"class {self.name!r}: operator classes use bytes {OPERATOR_CLASS_MIN}..255")
 
 
-LATER: Mapping[str, object] = {"admission": ALWAYS, "write_budget_bytes": 0}
+LATER: Mapping[str, object] = {"admission": ALWAYS, "write_budget_bytes": 0, "keep": SLIDING}
 """Fields that the first rules did not have, and what their absence means."""
 
 

@@ -22,8 +22,10 @@ from kvstore.traffic import (
     CLASS_MAX,
     CODECS,
     KEEP_FOR_S_MAX,
+    KEEPS,
     OPERATOR_CLASS_MIN,
     PRIORITY_MAX,
+    SLIDING,
     ClassRule,
     ClassRules,
     TrafficClass,
@@ -155,6 +157,8 @@ def policy_text(rules: ClassRules) -> str:
             f'floor = "{format_bytes(rule.floor_bytes)}"',
             f'codec = "{rule.codec}"',
         ]
+        if rule.keep != SLIDING:
+            lines.append(f'keep = "{rule.keep}"')
         if rule.admission != ALWAYS:
             lines.append(f'admission = "{rule.admission}"')
         if rule.write_budget_bytes:
@@ -208,6 +212,7 @@ def _parse_class(name: str, table: object, problems: list[str]) -> ClassRule | N
                 codec=values["codec"],
                 admission=values["admission"],
                 write_budget_bytes=values["write_budget"],
+                keep=values["keep"],
             )
         except ValueError as error:
             found.append(str(error))
@@ -264,20 +269,17 @@ def _size(value: object, key: str) -> int:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _read_admission(_name: str, value: object) -> str:
-    if value is None:
-        return ALWAYS
-    if not isinstance(value, str) or value not in ADMISSIONS:
-        raise ValueError(f"admission {_shown(value)} is not one of {', '.join(ADMISSIONS)}")
-    return value
+def _one_of(key: str, known: tuple[str, ...]) -> Callable[[str, object], str]:
+    """Reads a key that is one of some words; the first of them where it is absent."""
 
+    def read(_name: str, value: object) -> str:
+        if value is None:
+            return known[0]
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(f"{key} {_shown(value)} is not one of {', '.join(known)}")
+        return value
 
-def _read_codec(_name: str, value: object) -> str:
-    if value is None:
-        return "none"
-    if not isinstance(value, str) or value not in CODECS:
-        raise ValueError(f"codec {_shown(value)} is not one of {', '.join(CODECS)}")
-    return value
+    return read
 
 
 _READERS: Mapping[str, Callable[[str, object], Any]] = {
@@ -285,8 +287,9 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "keep_for": _read_keep_for,
     "priority": _read_priority,
     "floor": _read_floor,
-    "codec": _read_codec,
-    "admission": _read_admission,
+    "keep": _one_of("keep", KEEPS),
+    "codec": _one_of("codec", CODECS),
+    "admission": _one_of("admission", ADMISSIONS),
     "write_budget": _read_write_budget,
 }
 """Keys of a class table, with the function that checks and translates each (class name, value or None if absent)."""

@@ -155,7 +155,7 @@ class Replay:
 
     def __init__(self, workload: Workload, setting: Setting) -> None:
         layout = setting.layout
-        shelf = Shelf(workload.before, setting.slots)
+        shelf = Shelf(workload.before, setting.slots, setting.rules)
         self.shelf = shelf
         self._setting = setting
         self._volumes = [
@@ -194,7 +194,7 @@ class Replay:
         blocks, now_s = request.blocks(), int(request.at_s)
         alive = self.shelf.until_s[blocks] > request.at_s
         hits = int(alive.argmin()) if len(alive) and not alive.all() else len(blocks)
-        self.shelf.touch(blocks[:hits], now_s, self._setting.rules.keep_for_s(request.class_byte))
+        self.shelf.touch(blocks[:hits], request.class_byte, now_s)
         self._put(blocks[hits:], request.class_byte, now_s)
         traffic = self._outcome.traffic.setdefault(request.class_byte, ClassTraffic())
         traffic.requests += 1

@@ -199,7 +199,7 @@ def usage_table(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts:
 
 def policy_table(policy: Policy) -> Table:
     table = Table(title=f"policy, version {policy.version}")
-    for heading in ("class", "byte", "keep for", "priority", "floor", "codec", "admission", "write budget"):
+    for heading in ("class", "byte", "keep for", "keep", "priority", "floor", "codec", "admission", "write budget"):
         table.add_column(heading)
     for rule in policy.rules.rules:
         table.add_row(rule.name, str(rule.class_byte), *(value for _, value in _rule_values(rule)))
@@ -354,6 +354,7 @@ def _blocks(count: int) -> str:
 def _rule_values(rule: ClassRule) -> tuple[tuple[str, str], ...]:
     return (
         ("keep_for", format_duration(rule.keep_for_s)),
+        ("keep", rule.keep),
         ("priority", str(rule.priority)),
         ("floor", format_bytes(rule.floor_bytes)),
         ("codec", rule.codec),

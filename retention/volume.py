@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvstore.capacity import SPARE_SEGMENTS, open_segments_max
 from kvstore.chains import in_chain_order
 from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
-from kvstore.traffic import TOUCH_PARTS, ClassRules
+from kvstore.traffic import FIXED, TOUCH_PARTS, ClassRules
 from retention.intake import Intake
 
 Blocks = npt.NDArray[np.int64]
@@ -35,8 +35,13 @@ class Shelf:
     a block that is nowhere.
     """
 
-    def __init__(self, before: Blocks, slots: int) -> None:
+    def __init__(self, before: Blocks, slots: int, rules: ClassRules) -> None:
         self.before = before
+        self._rules = rules
+        self._touched: dict[int, npt.NDArray[np.bool_]] = {
+            rule.class_byte: np.zeros(len(before), dtype=np.bool_) for rule in rules.rules if rule.keep == FIXED
+        }
+        """By class whose promises are fixed: whether it has touched each block that is there."""
         self.slots = slots
         self.until_s = np.zeros(len(before), dtype=np.int64)
         self.places = np.full(len(before), -1, dtype=np.int64)
@@ -55,8 +60,18 @@ class Shelf:
         self.classes[life] = class_byte
         return life
 
-    def touch(self, blocks: Blocks, now_s: int, keep_for_s: int) -> None:
+    def store(self, blocks: Blocks, class_byte: int, until_s: int) -> None:
+        """Blocks were written for a class."""
+        self.until_s[blocks] = until_s
+        if class_byte in self._touched:
+            self._touched[class_byte][blocks] = True
+
+    def touch(self, blocks: Blocks, class_byte: int, now_s: int) -> None:
         """Count a use of blocks that are alive; one that gains too little is dropped, as the store drops it."""
+        keep_for_s, touched = self._rules.keep_for_s(class_byte), self._touched.get(class_byte)
+        if touched is not None:
+            blocks = blocks[~touched[blocks]]
+            touched[blocks] = True
         gained_s = now_s + keep_for_s - self.until_s[blocks]
         gaining = blocks[(gained_s > 0) & (gained_s * TOUCH_PARTS >= keep_for_s)]
         if len(gaining):
@@ -67,6 +82,8 @@ class Shelf:
         self.changed[self.places[blocks] // self.slots] = True
         self.until_s[blocks] = 0
         self.places[blocks] = -1
+        for touched in self._touched.values():
+            touched[blocks] = False
 
 
 @dataclass(slots=True)
@@ -149,11 +166,11 @@ class Volume:
         self.intake.spend(rule, int((self.shelf.places[chosen] >= 0).sum()))
 
     def _put(self, blocks: Blocks, class_byte: int, now_s: int) -> None:
-        shelf, keep_for_s = self.shelf, self.rules.keep_for_s(class_byte)
+        shelf = self.shelf
         alive = shelf.until_s[blocks] > now_s
         pending = blocks[~alive]
         self._expire(pending[shelf.places[pending] >= 0])
-        shelf.touch(blocks[alive], now_s, keep_for_s)
+        shelf.touch(blocks[alive], class_byte, now_s)
         if len(pending):
             stored = self._write(pending, class_byte, now_s)
             self.counts_of(class_byte).stored += stored
@@ -171,7 +188,7 @@ class Volume:
                 break
             run = pending[at : at + shelf.slots - segment.used]
             self._append(segment, run)
-            shelf.until_s[run] = until_s
+            shelf.store(run, class_byte, until_s)
             self._blocks += len(run)
             at += len(run)
         self.soonest_s = min(self.soonest_s, until_s)

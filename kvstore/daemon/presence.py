@@ -24,10 +24,10 @@ from kvstore.daemon.holdings import NEVER_S, Holdings
 from kvstore.daemon.index import Rows, place_words
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, TOUCHES_MAX, RecordHeader
 from kvstore.daemon.shapes import Shape, Shapes
+from kvstore.daemon.terms import Terms
 from kvstore.daemon.tombstones import Tombstones
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.store import Presence
-from kvstore.traffic import TOUCH_PARTS, ClassRules
 
 Touches = tuple[tuple[int, int], ...]
 """Pairs of class byte and last touch in seconds, the latest first."""
@@ -44,21 +44,17 @@ _DIGEST_WORDS = struct.Struct("<2Q")
 assert (64 * 1024 * 1024 + HEADER_BYTES) // RECORD_ALIGN + 1 < _MORE
 
 
-def keep_for_table(rules: ClassRules) -> npt.NDArray[np.int64]:
-    """Seconds from a touch, by class byte."""
-    return np.array([rules.keep_for_s(class_byte) for class_byte in range(256)], dtype=np.int64)
-
-
-def merge_touch(touches: Touches, class_byte: int, now_s: int, keep_for_s: npt.NDArray[np.int64]) -> Touches | None:
+def merge_touch(touches: Touches, class_byte: int, now_s: int, terms: Terms) -> Touches | None:
     """Count a use; None if nothing worth an index write changed.
 
     A touch that advances its class's deadline by less than 1/TOUCH_PARTS of keep_for is dropped from memory and disk
-    alike, so that a hot block costs no write a use, and a restart changes no deadline.
+    alike, so that a hot block costs no write a use, and a restart changes no deadline. Of a class whose promises are
+    fixed only the first counts.
     """
-    keep_for = int(keep_for_s[class_byte])
+    keep_for_s, keep_for = terms.keep_for_s, int(terms.keep_for_s[class_byte])
     others = [pair for pair in touches if pair[0] != class_byte]
     for _, touch_s in (pair for pair in touches if pair[0] == class_byte):
-        if (now_s - touch_s) * TOUCH_PARTS < keep_for or now_s <= touch_s:
+        if now_s - touch_s < terms.renew_s[class_byte] or now_s <= touch_s:
             return None
     if len(others) == TOUCHES_MAX:
         earliest = min(others, key=lambda pair: pair[1] + int(keep_for_s[pair[0]]))
@@ -105,8 +101,9 @@ class Row(NamedTuple):
 class PresenceMap:
     """Rows by slot. ``rows_expected``: for how many to reserve memory, which becomes real as they come."""
 
-    def __init__(self, keep_for_s: npt.NDArray[np.int64], tombstones_max: int, rows_expected: int = 0) -> None:
-        self.keep_for_s = keep_for_s
+    def __init__(self, terms: Terms, tombstones_max: int, rows_expected: int = 0) -> None:
+        self.terms = terms
+        self.keep_for_s = terms.keep_for_s
         self.tombstones = Tombstones(tombstones_max)
         self.shapes = Shapes()
         self._table = FingerprintTable(max(rows_expected, _ROWS_FIRST))
@@ -205,9 +202,9 @@ class PresenceMap:
         """Deadlines, pins included."""
         return np.maximum(self.keep_until_s(slots), self.pin_until_s(slots))
 
-    def until_s_under(self, slots: Slots, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def until_s_under(self, slots: Slots, terms: Terms) -> npt.NDArray[np.int64]:
         """As ``until_s``, if other rules were in force."""
-        return np.maximum(self._keep_until_s(slots, keep_for_s), self.pin_until_s(slots))
+        return np.maximum(self._keep_until_s(slots, terms.keep_for_s), self.pin_until_s(slots))
 
     def pin_until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
         ends = np.zeros(len(slots), dtype=np.int64)
@@ -387,7 +384,7 @@ class PresenceMap:
 
     def touch(self, slot: int, class_byte: int, now_s: int) -> bool:
         """Count a use; True if the row changed and must be written."""
-        merged = merge_touch(self.touches(slot), class_byte, now_s, self.keep_for_s)
+        merged = merge_touch(self.touches(slot), class_byte, now_s, self.terms)
         if merged is not None:
             segment = self.places.item(slot) >> int(_PLACE_BITS)
             if not self.is_alive(slot, now_s):
@@ -399,7 +396,7 @@ class PresenceMap:
     def worth_touching(self, slots: Slots, class_byte: int, now_s: int) -> Slots:
         """Those whose row ``touch`` may change: for hot blocks none, found without a step for each."""
         recent = (self._class[slots] == class_byte) & (
-            (now_s - self._touch_s[slots].astype(np.int64)) * TOUCH_PARTS < self.keep_for_s[class_byte]
+            now_s - self._touch_s[slots].astype(np.int64) < self.terms.renew_s[class_byte]
         )
         worth: Slots = slots[~recent]
         return worth
@@ -425,8 +422,8 @@ class PresenceMap:
             self._holdings.doubt(self.places.item(slot) >> int(_PLACE_BITS))
         self._pins_s = {}
 
-    def set_rules(self, keep_for_s: npt.NDArray[np.int64]) -> None:
-        self.keep_for_s = keep_for_s
+    def set_rules(self, terms: Terms) -> None:
+        self.terms, self.keep_for_s = terms, terms.keep_for_s
         self._holdings.doubt_all()
 
     def _keep_until_s(self, slots: Slots, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -42,7 +42,6 @@ from kvstore.daemon.ledger import Ledger, Place, Taken
 from kvstore.daemon.presence import (
     PresenceMap,
     digest_words,
-    keep_for_table,
     key_words,
 )
 from kvstore.daemon.questions import scan, sight
@@ -55,6 +54,7 @@ from kvstore.daemon.sealing import Sealer
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters, account_of, effects_of
+from kvstore.daemon.terms import Terms
 from kvstore.daemon.volume import INGEST_NAME, SCRUB_NAME, Volume, VolumeLayout
 from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
@@ -139,7 +139,7 @@ class Shard:
             expected = blocks_max(layout.index_budget_bytes)
 
             def new_map() -> PresenceMap:
-                return PresenceMap(keep_for_table(rules), layout.tombstones_max, expected)
+                return PresenceMap(Terms.of(rules), layout.tombstones_max, expected)
 
             index, presence, recovered = recover_volume(volume, layout, segments.segments, new_map, now_s)
             ledger = Ledger(segments, presence, index, Counters(), events, Ingest.load(volume.path / INGEST_NAME))
@@ -438,12 +438,12 @@ class Shard:
             presence = self._ledger.presence
             used = presence.used()
             slots = used[presence.alive(used, now_s)]
-            return effects_of(presence, slots[presence.until_s_under(slots, keep_for_table(rules)) <= now_s])
+            return effects_of(presence, slots[presence.until_s_under(slots, Terms.of(rules)) <= now_s])
 
     def set_rules(self, rules: ClassRules) -> None:
         with self._writer, self._ledger.changing():
             self._rules = rules
-            self._ledger.presence.set_rules(keep_for_table(rules))
+            self._ledger.presence.set_rules(Terms.of(rules))
 
     def sweep(self, now_s: int, *, apply: bool) -> Swept:
         """Drop what expired, segment by segment, letting writers in between; or say what would be dropped."""

@@ -128,6 +128,22 @@ def test_a_touch_starts_the_promise_again(keeper: Keeper) -> None:
     assert present_blocks(keeper.store, [chain]) == 0
 
 
+def test_a_fixed_promise_is_remembered_across_restarts(keeper: Keeper) -> None:
+    """Blocks that are used every day are gone three days after they came, whenever the store was restarted."""
+    text = TEXT.replace("[class.agent]", '[class.agent]\nkeep = "fixed"')
+    keeper.store.set_policy(parse_policy(text), text, expected_version=1, apply=True)
+    chain = fill(keeper, AGENT)
+    for day in (1, 2):
+        advance_to(keeper, day)
+        keeper.restart()
+        assert keeper.store.touch(chain.space_id, chain.names, traffic_class=AGENT) == 4
+    advance_to(keeper, 2.9)
+    assert hit_blocks(keeper.store, chain) == 4
+    advance_to(keeper, 3.1)
+    keeper.restart()
+    assert hit_blocks(keeper.store, chain) == 0
+
+
 def test_a_put_of_a_stored_block_is_a_touch(keeper: Keeper) -> None:
     """Storing the same prefix again keeps it longer, and writes nothing."""
     chain = fill(keeper, AGENT)

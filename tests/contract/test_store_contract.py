@@ -488,6 +488,31 @@ def test_a_class_may_decline_what_is_offered_once_and_what_is_beyond_its_budget(
     assert (store.stats()["declined"], store.stats()["refused"]) == (9, 0)
 
 
+def test_a_fixed_promise_runs_from_the_first_touch_of_its_class(
+    under_test: Subject, store: Any, space: SpaceId
+) -> None:
+    """Neither a put, a touch nor an exact copy by the class lengthens it; another class's touch does."""
+    fixed = ClassRules((ClassRule(AGENT, "agent", 3 * DAY_S, keep="fixed"), ClassRule(CHAT, "chat", 7 * DAY_S)))
+    store.set_policy(fixed, "", expected_version=store.policy().version, apply=True)
+    alone, shared, rough = (a_chain(space, 2, seed=seed) for seed in (1, 2, 3))
+    put(store, alone), put(store, shared)
+    store.put(space, [BlockPut(name, 64, b"rough", FLAG_APPROXIMATE) for name in rough.names], traffic_class=AGENT)
+    under_test.clock.advance(2 * DAY_S)
+    assert put(store, alone) == [PutOutcome.TOUCHED] * 2
+    assert put(store, rough) == [PutOutcome.REPLACED] * 2
+    assert store.touch(space, shared.names, traffic_class=AGENT) == 2
+    assert store.touch(space, shared.names, traffic_class=CHAT) == 2
+    under_test.clock.advance(DAY_S - 1)
+    assert presences(store, alone) == presences(store, rough) == {Presence.PRESENT}
+    under_test.clock.advance(2)
+    assert presences(store, alone) == presences(store, rough) == {Presence.EXPIRED}
+    assert put(store, alone) == [PutOutcome.STORED] * 2
+    under_test.clock.advance(6 * DAY_S - 3)
+    assert presences(store, shared) == {Presence.PRESENT}
+    under_test.clock.advance(3)
+    assert presences(store, shared) == {Presence.EXPIRED}
+
+
 def test_every_policy_so_far_is_remembered(under_test: Subject, store: Any) -> None:
     """Each with its version, its time and who changed it, the one in force last; a preview leaves no trace."""
     first = store.policy()

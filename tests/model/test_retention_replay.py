@@ -21,7 +21,18 @@ from kvstore.placement import Placement
 from kvstore.reclaim import Action, SegmentUsage, choose_victim, sweep_action
 from kvstore.store import BlockPut
 from kvstore.testing import T0_S, ManualClock
-from kvstore.traffic import AGENT, ALWAYS, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
+from kvstore.traffic import (
+    AGENT,
+    ALWAYS,
+    CHAT,
+    FIXED,
+    KEEPS,
+    SECOND_TOUCH,
+    SLIDING,
+    ClassRule,
+    ClassRules,
+    TrafficClass,
+)
 from retention.replay import Outcome, Replay, Setting, replay
 from retention.workload import Request, Workload
 from tests.support.nodes import open_node
@@ -32,13 +43,15 @@ HOUR_S, DAY_S = 3600, 86_400
 
 
 def rules(
-    agent_s: int, chat_s: int, floor_bytes: int = 0, *, budget_bytes: int = 0, second: bool = False
+    agent_s: int, chat_s: int, floor_bytes: int = 0, *, budget_bytes: int = 0, second: bool = False, keep: str = SLIDING
 ) -> ClassRules:
-    """``budget_bytes``: what agents may write a day. ``second``: chats are stored from the second touch."""
+    """``budget_bytes``: what agents may write a day. ``second``: chats are stored from the second touch. ``keep``: of
+    agents.
+    """
     admission = SECOND_TOUCH if second else ALWAYS
     return ClassRules(
         (
-            ClassRule(AGENT, "agent", agent_s, priority=100, write_budget_bytes=budget_bytes),
+            ClassRule(AGENT, "agent", agent_s, priority=100, write_budget_bytes=budget_bytes, keep=keep),
             ClassRule(CHAT, "chat", chat_s, priority=200, floor_bytes=floor_bytes, admission=admission),
         )
     )
@@ -73,6 +86,7 @@ class PlainNode:
     begun: int = 0
     offered: set[int] = field(default_factory=set)
     spent: dict[tuple[int, int], int] = field(default_factory=dict)
+    touched: set[tuple[int, int]] = field(default_factory=set)
     happened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(HAPPENINGS, 0))
 
     def alive(self, block: int, now_s: float) -> bool:
@@ -80,6 +94,11 @@ class PlainNode:
 
     def touch(self, block: int, class_byte: int, now_s: int) -> None:
         keep_s = self.setting.rules.keep_for_s(class_byte)
+        rule = self.setting.rules.by_byte(class_byte)
+        assert rule is not None
+        if rule.keep == FIXED and (block, class_byte) in self.touched:
+            return
+        self.touched.add((block, class_byte))
         gain_s = now_s + keep_s - self.until_s[block]
         if gain_s > 0 and gain_s * 1024 >= keep_s:
             self.until_s[block] = now_s + keep_s
@@ -127,6 +146,7 @@ class PlainNode:
                     return
                 cell = self.open_for(class_byte, until_s // DAY_S) or self.begin(class_byte, until_s // DAY_S)
             self.write(cell, pending[0])
+            self.touched.add((pending[0], class_byte))
             self.until_s[pending.pop(0)] = until_s
             self.happened["stored"] += 1
 
@@ -136,6 +156,7 @@ class PlainNode:
 
     def drop(self, block: int, why: str) -> None:
         del self.where[block], self.until_s[block]
+        self.touched = {pair for pair in self.touched if pair[0] != block}
         self.happened[why] += 1
 
     def room(self) -> int:
@@ -278,6 +299,7 @@ def totals(outcome: Outcome) -> dict[str, int]:
     gap_s=st.sampled_from([10.0, 600.0, 20_000.0]),
     budget_bytes=st.sampled_from([0, 0, MIB]),
     second=st.booleans(),
+    keep=st.sampled_from(KEEPS),
 )
 def test_it_does_what_plain_dictionaries_do(
     seed: int,
@@ -289,10 +311,11 @@ def test_it_does_what_plain_dictionaries_do(
     gap_s: float,
     budget_bytes: int,
     second: bool,
+    keep: str,
 ) -> None:
     """Hits of every request, and what was stored, refused, moved, evicted and expired, are the same block by block."""
     workload = made_up_workload(seed, requests=50, gap_s=gap_s)
-    in_force = rules(*keeps, floor_mib * MIB, budget_bytes=budget_bytes, second=second)
+    in_force = rules(*keeps, floor_mib * MIB, budget_bytes=budget_bytes, second=second, keep=keep)
     setting = Setting(in_force, payload_bytes, capacity_mib * MIB, nodes, sweep_every_s=300)
     fast, plain = Replay(workload, setting), PlainStore(workload, setting)
     for request in workload.requests:
@@ -353,6 +376,7 @@ class Case:
     floor_bytes: int = 2 * MIB
     budget_bytes: int = 0
     second: bool = False
+    keep: str = SLIDING
     sweep_every_s: int = 1800
 
 
@@ -371,6 +395,7 @@ CASES = {
     ),
     "the index runs out": Case(3, ("evicted",), requests=260, payload_bytes=3000, gap_s=600.0, sweep_every_s=DAY_S),
     "all is protected": Case(1, ("refused",), requests=50, payload_bytes=200_000, floor_bytes=10 * MIB),
+    "promises are fixed": Case(2, ("evicted", "expired"), 70, keeps=(HOUR_S, 3 * HOUR_S), gap_s=1500.0, keep=FIXED),
     "writes are rationed": Case(
         5,
         ("declined", "expired"),
@@ -388,7 +413,9 @@ CASES = {
 def test_it_does_what_a_real_node_does(tmp_path: Path, case: Case) -> None:
     """On one clock, with real files: hits of every request, and every counter of room, are the node's."""
     workload = made_up_workload(case.seed, requests=case.requests, gap_s=case.gap_s, begin_s=T0_S)
-    rules_in_force = rules(*case.keeps, case.floor_bytes, budget_bytes=case.budget_bytes, second=case.second)
+    rules_in_force = rules(
+        *case.keeps, case.floor_bytes, budget_bytes=case.budget_bytes, second=case.second, keep=case.keep
+    )
     setting = Setting(rules_in_force, case.payload_bytes, case.capacity_bytes, sweep_every_s=case.sweep_every_s)
     clock = ManualClock()
     node = open_node(tmp_path, clock, capacity_bytes=case.capacity_bytes, rules=rules_in_force)

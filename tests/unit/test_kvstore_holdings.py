@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.daemon.index import entries_of
-from kvstore.daemon.presence import PresenceMap, keep_for_table
+from kvstore.daemon.presence import PresenceMap
 from kvstore.daemon.record import RecordHeader
+from kvstore.daemon.terms import Terms
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.testing import DAY_S, TEST_RULES
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
@@ -62,7 +63,7 @@ def test_running_totals_are_a_recount(seed: int, steps: int) -> None:
     or goes back: whenever somebody asks, the totals are those of a count of every row.
     """
     draw = random.Random(seed)
-    presence, now_s = PresenceMap(keep_for_table(TEST_RULES), 0), T0_S
+    presence, now_s = PresenceMap(Terms.of(TEST_RULES), 0), T0_S
     keys = [BlockKey(draw.randbytes(32)) for _ in range(60)]
     for _ in range(steps):
         slots = presence.used()
@@ -88,7 +89,7 @@ def test_running_totals_are_a_recount(seed: int, steps: int) -> None:
             case 5:
                 presence.unpin_all()
             case 6:
-                presence.set_rules(keep_for_table(draw.choice((TEST_RULES, SHORTER))))
+                presence.set_rules(Terms.of(draw.choice((TEST_RULES, SHORTER))))
             case 7:
                 now_s += draw.choice((1, DAY_S, 4 * DAY_S, -DAY_S))
         if draw.random() < 0.5:
@@ -101,7 +102,7 @@ def test_running_totals_are_a_recount(seed: int, steps: int) -> None:
 def test_what_is_written_recycled_and_touched_costs_no_count() -> None:
     """Totals are counted for nobody's sake: new rows, touches and whole segments that go leave no doubt."""
     draw = random.Random(1)
-    presence = PresenceMap(keep_for_table(TEST_RULES), 0)
+    presence = PresenceMap(Terms.of(TEST_RULES), 0)
     for segment in range(1, 30):
         headers = [a_header(draw, BlockKey(draw.randbytes(32)), T0_S + DAY_S) for _ in range(20)]
         rows = entries_of(headers)

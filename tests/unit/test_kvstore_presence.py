@@ -17,11 +17,11 @@ from kvstore.daemon.presence import (
     digest_words,
     fingerprint_of,
     fingerprints_in,
-    keep_for_table,
     key_words,
     merge_touch,
 )
 from kvstore.daemon.record import RecordHeader
+from kvstore.daemon.terms import Terms
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.store import Presence
 from kvstore.testing import DAY_S, TEST_RULES
@@ -59,7 +59,7 @@ def rows_for(*keys: BlockKey, touches: tuple[tuple[int, int], ...] = ((AGENT, NO
 
 
 def a_map(count: int = 3, tombstones_max: int = 4) -> tuple[PresenceMap, list[BlockKey]]:
-    presence = PresenceMap(keep_for_table(TEST_RULES), tombstones_max)
+    presence = PresenceMap(Terms.of(TEST_RULES), tombstones_max)
     keys = [BlockKey(bytes([number + 1]) * 32) for number in range(count)]
     presence.insert(rows_for(*keys))
     return presence, keys
@@ -108,8 +108,8 @@ def test_the_deadline_is_the_maximum_over_classes() -> None:
     assert until_s(presence) == NOW_S + 10 + 7 * DAY_S
     assert ask(presence, keys, NOW_S + 10 + 7 * DAY_S - 1) == [Presence.PRESENT]
     shorter = ClassRules((ClassRule(AGENT, "agent", 3 * DAY_S), ClassRule(CHAT, "chat", 60)))
-    assert presence.until_s_under(ZERO, keep_for_table(shorter))[0] == NOW_S + 4 * DAY_S
-    presence.set_rules(keep_for_table(shorter))
+    assert presence.until_s_under(ZERO, Terms.of(shorter))[0] == NOW_S + 4 * DAY_S
+    presence.set_rules(Terms.of(shorter))
     assert until_s(presence) == NOW_S + DAY_S + 3 * DAY_S
     assert ask(presence, keys, NOW_S + 4 * DAY_S) == [Presence.EXPIRED]
 
@@ -155,7 +155,7 @@ def test_a_touch_never_shrinks_a_deadline(touches: list[tuple[int, int]]) -> Non
             *(ClassRule(TrafficClass(16 + n), f"c{n}", (n + 1) * DAY_S) for n in range(8)),
         )
     )
-    table = keep_for_table(rules)
+    table = Terms.of(rules)
     key = BlockKey(b"\x01" * 32)
     presence = PresenceMap(table, 0)
     presence.insert(rows_for(key))
@@ -176,9 +176,27 @@ def test_a_touch_never_shrinks_a_deadline(touches: list[tuple[int, int]]) -> Non
         assert until_s(again) == until_s(presence)
 
 
+def test_a_fixed_promise_is_that_of_the_first_touch_and_costs_hot_touches_nothing() -> None:
+    """Later touches by the class change no row and are found not worth one; other classes' still count; after a change
+    of the rule to sliding its touches do.
+    """
+    fixed = ClassRules((ClassRule(AGENT, "agent", 3 * DAY_S, keep="fixed"), ClassRule(CHAT, "chat", 7 * DAY_S)))
+    presence = PresenceMap(Terms.of(fixed), 0)
+    presence.insert(rows_for(BlockKey(b"\x01" * 32)))
+    assert not len(presence.worth_touching(ZERO, AGENT, NOW_S + 2 * DAY_S))
+    assert not presence.touch(0, AGENT, NOW_S + 2 * DAY_S)
+    assert until_s(presence) == NOW_S + 3 * DAY_S
+    assert presence.touch(0, CHAT, NOW_S + 2 * DAY_S)
+    assert not presence.touch(0, AGENT, NOW_S + 8 * DAY_S)
+    assert until_s(presence) == NOW_S + 9 * DAY_S
+    presence.set_rules(Terms.of(TEST_RULES))
+    assert presence.touch(0, AGENT, NOW_S + 8 * DAY_S)
+    assert until_s(presence) == NOW_S + 11 * DAY_S
+
+
 def test_merge_touch_goes_forward_only() -> None:
     presence, _ = a_map(1)
-    assert merge_touch(presence.touches(0), AGENT, NOW_S - 1000, presence.keep_for_s) is None
+    assert merge_touch(presence.touches(0), AGENT, NOW_S - 1000, presence.terms) is None
 
 
 def test_tombstones_say_why_are_bounded_and_end_with_a_new_record() -> None:
@@ -206,7 +224,7 @@ def test_the_map_is_a_dictionary(seed: int, steps: int) -> None:
     in one bit only: each key has the place of its last row, or none.
     """
     drawn = random.Random(seed)
-    presence = PresenceMap(keep_for_table(TEST_RULES), 16)
+    presence = PresenceMap(Terms.of(TEST_RULES), 16)
     model: dict[BlockKey, int] = {}
     pool = [BlockKey((number << drawn.choice((0, 40))).to_bytes(8, "big") + bytes(24)) for number in range(6000)]
     pool = list(dict.fromkeys(pool))
@@ -265,7 +283,7 @@ def test_one_key_is_found_where_many_are() -> None:
 
 def test_a_block_takes_at_most_forty_bytes() -> None:
     """All tables included, while the map grows; rows that only one class touched."""
-    presence = PresenceMap(keep_for_table(TEST_RULES), 0)
+    presence = PresenceMap(Terms.of(TEST_RULES), 0)
     rows = np.repeat(rows_for(BlockKey(bytes(32))), 50_000)
     for turn in range(1, 5):
         rows["key"][:, 0] = np.random.default_rng(turn).integers(0, 2**63, len(rows), dtype=np.uint64)

@@ -56,6 +56,7 @@ BAD_RULES: dict[str, dict[str, Any]] = {
     "too long": {"keep_for_s": KEEP_FOR_S_MAX + 1},
     "fraction of a second": {"keep_for_s": 1.5},
     "truth for a number": {"keep_for_s": True},
+    "unknown keep": {"keep": "forever"},
     "negative priority": {"priority": -1},
     "huge priority": {"priority": PRIORITY_MAX + 1},
     "negative floor": {"floor_bytes": -1},
@@ -102,8 +103,8 @@ def test_an_unknown_class_is_kept_at_the_longest_promise() -> None:
 def test_rules_survive_json() -> None:
     """What is written to JSON reads back equal; other fields are refused."""
     assert ClassRules.from_json(json.loads(json.dumps(RULES.to_json()))) == RULES
-    assert not {"admission", "write_budget_bytes"} & {name for row in RULES.to_json() for name in row}
-    choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1)
+    assert not {"admission", "write_budget_bytes", "keep"} & {name for row in RULES.to_json() for name in row}
+    choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1, keep="fixed")
     again = ClassRules.from_json(ClassRules((choosy,)).to_json())
     assert again.rules == (choosy,)
     for row in ({"name": "batch"}, {**RULES.to_json()[2], "ttl": 5}):

@@ -13,6 +13,7 @@ from kvstore.traffic import (
     ADMISSIONS,
     FLOOR_BYTES_MAX,
     KEEP_FOR_S_MAX,
+    KEEPS,
     PRIORITY_MAX,
     ClassRule,
     ClassRules,
@@ -82,6 +83,7 @@ numbers: dict[str, st.SearchStrategy[Any]] = {
     "codec": st.sampled_from(["none", "zstd"]),
     "admission": st.sampled_from(ADMISSIONS),
     "write_budget_bytes": st.integers(0, FLOOR_BYTES_MAX),
+    "keep": st.sampled_from(KEEPS),
 }
 
 
@@ -174,6 +176,7 @@ BAD_DOCUMENTS: dict[str, tuple[str, str]] = {
     "overflowing floor": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "7EiB"'), "EiB"),
     "unknown codec": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = "gzip"'), "none, zstd"),
     "unknown admission": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nadmission = "never"'), "second_touch"),
+    "unknown keep": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nkeep = "ever"'), "sliding, fixed"),
     "budget as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nwrite_budget = 5'), "write_budget 5"),
     "codec as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = 1'), "none, zstd"),
     "too long": ("#" * POLICY_TEXT_BYTES_MAX + BUILT_IN, str(POLICY_TEXT_BYTES_MAX)),
