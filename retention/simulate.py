@@ -57,7 +57,7 @@ def add_simulate(app: typer.Typer) -> None:
         traces: Annotated[
             list[str],
             typer.Argument(
-                metavar="TRACE", help="JSON lines, gzipped or not: a public trace or the gateway's log; CLASS=TRACE."
+                metavar="TRACE", help="JSON lines, gzipped or not: a public trace or the gateway's log; or CLASS=TRACE."
             ),
         ],
         bytes_per_token: Annotated[float, typer.Option(help="Stored bytes a token: KV of the global layers.")],
@@ -96,6 +96,7 @@ def add_simulate(app: typer.Typer) -> None:
                 raise ValueError("--png draws a curve: give --sweep too")
             if png is not None:
                 check_plot()
+            _check_folders(csv, png)
             rules = _rules(policy, keep or (), parse_capacity(capacity))
             named = [_named_trace(text, rules) for text in traces]
             base = Setting(
@@ -233,6 +234,13 @@ def _count(name: str, value: int, most: int) -> int:
     if not 1 <= value <= most:
         raise ValueError(f"{name} {value} is outside 1..{most}")
     return value
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """A file that could not be written is said before anything is replayed."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}")
 
 
 def _check_bytes_per_token(value: float) -> None:

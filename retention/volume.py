@@ -102,8 +102,8 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """One life of a segment. ``rows``: the blocks written to it, of which ``used`` are; ``next_s``: when the first of
-    its living blocks expires, if none is touched meanwhile.
+    """One life of a segment. ``rows``: the blocks written to it, the first ``used`` of them. ``alive``, ``expired``: of
+    those that still lie here. ``next_s``: when the first of the living ones expires, if none is touched meanwhile.
     """
 
     number: int
@@ -114,6 +114,7 @@ class _Segment:
     rows: Blocks
     used: int = 0
     alive: int = 0
+    expired: int = 0
     promise_until_s: int = 0
     next_s: int = NEVER_S
 
@@ -128,7 +129,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Volume:
-    """Make one with ``make_volume``."""
+    """One node's. ``blocks_max``: rows that its index holds."""
 
     shelf: Shelf
     rules: ClassRules
@@ -196,8 +197,9 @@ class Volume:
 
     def sweep(self, now_s: int) -> None:
         """Drop what expired, segment by segment."""
-        for due in [usage.segment for usage in self.usages(now_s) if self._is_due(usage, now_s)]:
-            segment = self._segments[due]
+        due = [segment.number for segment in self._in_use(now_s) if segment.expired or not segment.alive]
+        for number in due:
+            segment = self._segments[number]
             if segment is None:
                 continue
             action = sweep_action(self._usage(segment, now_s), now_s)
@@ -253,17 +255,10 @@ class Volume:
             return
         until_s = self.shelf.until_s[self._rows_in(segment)]
         alive_s = until_s[until_s > now_s]
-        segment.alive = len(alive_s)
+        segment.alive, segment.expired = len(alive_s), len(until_s) - len(alive_s)
         segment.next_s = int(alive_s.min()) if len(alive_s) else NEVER_S
         segment.promise_until_s = int(until_s.max()) if len(until_s) else 0
         self.shelf.changed[segment.life] = False
-
-    def _is_due(self, usage: SegmentUsage, now_s: int) -> bool:
-        """Whether a sweep looks at it: it is wholly dead, or one of its blocks has expired."""
-        segment = self._segments[usage.segment]
-        assert segment is not None
-        rows = self._rows_in(segment)
-        return usage.alive_bytes == 0 or bool((self.shelf.until_s[rows] <= now_s).any())
 
     def _rows_in(self, segment: _Segment) -> Blocks:
         """The blocks that lie in a segment, expired ones included, in the order in which they lie."""

@@ -209,6 +209,7 @@ def test_a_curve_as_table_csv_and_picture(tmp_path: Path, traffic: Path) -> None
         (["--every", "0s"], "sweeps a second apart"),
         (["--arrivals", "0"], "arrivals a second"),
         (["--png", "x.png"], "give --sweep too"),
+        (["--csv", "no-such-folder/x.csv"], "there is no folder no-such-folder"),
         (["--sweep", "nodes=3"], "write capacity="),
         (["--segment", "3KiB"], "segments of"),
         (["--policy", "absent.toml"], "absent.toml"),
