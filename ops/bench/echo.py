@@ -3,17 +3,20 @@
 Owns the protocol of that baseline. Does not know the store. Sockets have the options that the store's have, its
 congestion control included, so that a ratio to it is a ratio to the same transport.
 
-    command    op (``G``: send me so many, ``P``: take so many and answer one byte), count as u64 little-endian
+    command    op (``G``: send me so many, ``F``: the same by ``sendfile``, ``P``: take so many and answer one byte),
+               count as u64 little-endian
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.framing import tune
 from ops.bench.child import read_line, stop
@@ -57,9 +60,9 @@ class Echo:
         """The congestion control in use."""
         return self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
-    def get(self, views: Sequence[memoryview]) -> None:
+    def get(self, views: Sequence[memoryview], op: bytes = b"G") -> None:
         """Fill the views from the far end."""
-        self._sock.sendall(COMMAND.pack(b"G", sum(map(len, views))))
+        self._sock.sendall(COMMAND.pack(op, sum(map(len, views))))
         for view in views:
             receive_into(self._sock, view)
 
@@ -73,6 +76,42 @@ class Echo:
     def close(self) -> None:
         self._sock.close()
         stop(self._process)
+
+
+class FilePair:
+    """Two far ends that send by ``sendfile``, each half of the views, read side by side: what a store could give that
+    verified nothing.
+    """
+
+    def __init__(self, ends: tuple[Echo, Echo]) -> None:
+        self._ends = ends
+        self._helper = ThreadPoolExecutor(1, "echo")
+
+    @classmethod
+    def start(cls, bytes_max: int) -> FilePair:
+        first = Echo.start(bytes_max)
+        try:
+            return cls((first, Echo.start(bytes_max)))
+        except BaseException:
+            first.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (*self._ends[0].pids, *self._ends[1].pids)
+
+    def get(self, views: Sequence[memoryview]) -> None:
+        """Fill the views; a single one comes over one connection."""
+        half = len(views) // 2
+        other = self._helper.submit(self._ends[1].get, views[:half], b"F") if half else None
+        self._ends[0].get(views[half:], b"F")
+        if other is not None:
+            other.result()
+
+    def close(self) -> None:
+        self._helper.shutdown()
+        for end in self._ends:
+            end.close()
 
 
 def receive_into(sock: socket.socket, view: memoryview) -> None:
@@ -96,7 +135,9 @@ def _send_all(sock: socket.socket, views: list[memoryview]) -> None:
 
 def serve(bytes_max: int) -> None:
     """Answer one connection until it closes."""
-    memory = mmap.mmap(-1, bytes_max)
+    fd = os.memfd_create("echo", os.MFD_CLOEXEC)
+    os.ftruncate(fd, bytes_max)
+    memory = mmap.mmap(fd, bytes_max)
     view = memoryview(memory)
     for at in range(0, bytes_max, mmap.PAGESIZE):
         memory[at] = at % 251
@@ -119,6 +160,10 @@ def serve(bytes_max: int) -> None:
             op, count = COMMAND.unpack(command)
             if op == b"G":
                 sock.sendall(view[:count])
+            elif op == b"F":
+                at = 0
+                while at < count:
+                    at += os.sendfile(sock.fileno(), fd, at, count - at)
             else:
                 receive_into(sock, view[:count])
                 sock.sendall(b"k")

@@ -19,12 +19,13 @@ from kvstore.store import AckLevel
 from ops.bench import fio
 from ops.bench.baselines import DIRECT_THREADS, Buffers, DirectReader, RawFile, copy, device_read_bytes, drop_cache
 from ops.bench.blocks import base_payload, names_of, stamp
-from ops.bench.echo import Echo
+from ops.bench.echo import Echo, FilePair
 from ops.bench.ground import CAPACITY_BLOCKS_MIN, READ_CAPACITY_FACTOR, BenchFailed, Filled, Ground, check, get, put
 from ops.bench.measure import Bar, Case, Contender, Kind
 from ops.bench.peers import NO_SERVER, PEER_FAILURES, Peer
 
 LOOPBACK = "loopback send/recv"
+SENDFILE = "sendfile x2"
 PREADV = "preadv"
 PWRITE = "pwrite recycled"
 FSYNC = "write + fdatasync"
@@ -96,6 +97,11 @@ def _get_case(
             Contender("memcpy", "baseline", amount, lambda: copy(source, views)),
             *(_reading(peer, size, views) for peer in ground.peers),
         ]
+        if network:
+            pair = _closing(stack, FilePair.start(size * batch))
+            contenders.insert(
+                3, Contender(SENDFILE, "baseline", amount, lambda: pair.get(views), pids=lambda: pair.pids)
+            )
         yield Case(
             f"get {'network' if network else 'same host'}",
             "B",

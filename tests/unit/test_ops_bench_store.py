@@ -20,7 +20,7 @@ from ops.bench.baselines import Buffers, RawFile
 from ops.bench.blocks import SPACE, base_payload, differing, names_of, stamp
 from ops.bench.child import ChildFailed
 from ops.bench.cli import app
-from ops.bench.echo import Echo
+from ops.bench.echo import Echo, FilePair
 from ops.bench.fio import seconds_of
 from ops.bench.ground import BenchFailed, Settings, ground
 from ops.bench.loads import Loads
@@ -300,6 +300,20 @@ def test_the_raw_transfer_moves_every_byte() -> None:
     finally:
         echo.close()
     assert not psutil.pid_exists(echo.pids[0])
+
+
+def test_two_files_side_by_side_fill_every_view() -> None:
+    """From memory whose bytes are known, an odd number of views and one alone; both far ends are gone afterwards."""
+    pair = FilePair.start(1 << 20)
+    try:
+        for count in (1, 5):
+            views = Buffers(8192, count).views
+            pair.get(views)
+            assert all(any(view) for view in views)
+        assert len(set(pair.pids)) == 2
+    finally:
+        pair.close()
+    assert not any(psutil.pid_exists(pid) for pid in pair.pids)
 
 
 def test_a_raw_file_reads_what_it_wrote_and_goes_round(tmp_path: Path) -> None:
