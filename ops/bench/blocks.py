@@ -23,10 +23,15 @@ SPACE = Space(
 """Blocks of two tokens, enough for a seed of 64 bits: the store does not look inside."""
 
 
-def names_of(space_id: SpaceId, seed: int, count: int) -> list[BlockName]:
-    """Names of the blocks of one chain; another seed gives other names from the first on."""
+def chain_of(space_id: SpaceId, seed: int, count: int) -> Sequence[BlockName]:
+    """Names of the blocks of one chain, as a worker holds them; another seed gives other names from the first on."""
     tokens = [seed >> 32, seed & TOKEN_ID_MAX, *range(2 * (count - 1))]
-    return list(TokenChain(space_id, SPACE.block_tokens, tokens).names)
+    return TokenChain(space_id, SPACE.block_tokens, tokens).names
+
+
+def names_of(space_id: SpaceId, seed: int, count: int) -> list[BlockName]:
+    """As ``chain_of``, each name made ahead."""
+    return list(chain_of(space_id, seed, count))
 
 
 def base_payload(size: int) -> bytes:

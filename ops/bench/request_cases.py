@@ -6,6 +6,7 @@ readers and mixed loads are processes of their own; a restart is counted from st
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import threading
@@ -18,7 +19,7 @@ from kvstore.keys import BlockName
 from kvstore.limits import KEY_BYTES, KIB, MIB, TOKEN_DIGEST_BYTES
 from kvstore.store import Presence
 from ops.bench.baselines import Buffers
-from ops.bench.blocks import SPACE, names_of
+from ops.bench.blocks import SPACE, chain_of
 from ops.bench.echo import Echo
 from ops.bench.ground import BenchFailed, Filled, Ground
 from ops.bench.loads import Loads
@@ -46,23 +47,25 @@ SMALL_CAPACITY_BYTES = 68 * KIB
 FILL_SHARE = 0.5
 """Of the time left, what storing many small blocks may take; then fewer have to do."""
 ABSENT_SEED = 1 << 40
+ABSENT_PARTS = 4
 
 
 @contextmanager
-def many_blocks(ground: Ground, ends_s: float) -> Iterator[tuple[Filled, list[list[BlockName]], int]]:
+def many_blocks(ground: Ground, ends_s: float) -> Iterator[tuple[Filled, list[Sequence[BlockName]], int]]:
     """A store of many small blocks, the names of a few of its chains, and how many blocks it has."""
     wanted = ground.settings.blocks
     capacity_bytes = max(SMALL_CAPACITY_BYTES * wanted, 64 * MIB)
     stop_s = time.monotonic() + FILL_SHARE * (ends_s - time.monotonic())
     with ground.store("many", capacity_bytes) as store:
         empty_bytes = store.process.memory_bytes()["anonymous"]
-        chains: list[list[BlockName]] = []
+        chains: list[Sequence[BlockName]] = []
         stored = 0
         while stored < wanted and (not stored or time.monotonic() < stop_s):
             count = min(CHAIN_BLOCKS_MAX, wanted - stored)
-            names = ground.fill(store, SMALL_PAYLOAD_BYTES, count)
+            seed = next(ground.seeds)
+            ground.fill(store, SMALL_PAYLOAD_BYTES, count, seed)
             if len(chains) < CHAINS_ASKED_MAX:
-                chains.append(names)
+                chains.append(chain_of(store.space, seed, count))
             stored += count
             if stored % (16 * CHAIN_BLOCKS_MAX) == 0:
                 ground.progress(f"stored {stored} of {wanted} small blocks")
@@ -76,19 +79,23 @@ def many_blocks(ground: Ground, ends_s: float) -> Iterator[tuple[Filled, list[li
 
 
 def lookup_cases(ground: Ground, store: Filled, chains: Sequence[Sequence[BlockName]], stored: int) -> Generator[Case]:
-    """Look-ups of many keys at once: all present, all absent."""
+    """Look-ups of many keys at once: all present, all absent; of one chain each, and one part after another of many
+    chains, so that what was asked for before is not what is in the processor's cache.
+    """
     everything = [name for chain in chains for name in chain]
     kept: set[bytes] = {name.key for name in everything}
+    drawn = random.Random(5)
     for count in LOOKUP_KEYS:
-        present = random.Random(5).choices(everything, k=count)
-        absent = names_of(store.space, ABSENT_SEED, count)
+        present = [part for chain in chains for part in _parts(chain, count)] or [drawn.choices(everything, k=count)]
+        drawn.shuffle(present)
+        absent = _parts(chain_of(store.space, ABSENT_SEED, ABSENT_PARTS * count), count)
         hits = _lookup(store, present, Presence.PRESENT)
         misses = _lookup(store, absent, Presence.NEVER)
         bar = Bar("rate", 2.5e6) if count == LOOKUP_KEYS[0] else Bar("p99_s", 0.010)
         request_bytes = count * (KEY_BYTES + TOKEN_DIGEST_BYTES)
         with closing(Echo.start(request_bytes)) as echo:
             limits = (
-                Contender(SET, "limit", count, _member(kept, present)),
+                Contender(SET, "limit", count, _member(kept, present[0])),
                 _round_trip(echo, Buffers(request_bytes, 1).views, count),
             )
             peers = (_existing(peer, count) for peer in ground.peers if peer.name not in NO_SERVER)
@@ -110,9 +117,17 @@ def _existing(peer: Peer, count: int) -> Contender:
     return Contender(peer.name, "peer", count, lambda: peer.exists(count), pids=peer.pids, may_fail=PEER_FAILURES)
 
 
-def _lookup(store: Filled, names: Sequence[BlockName], expected: Presence) -> Callable[[], None]:
+def _parts(chain: Sequence[BlockName], count: int) -> list[Sequence[BlockName]]:
+    """Runs of ``count`` names of a chain; what is left over is left out."""
+    return [chain[begin : begin + count] for begin in range(0, len(chain) - count + 1, count)]
+
+
+def _lookup(store: Filled, asks: Sequence[Sequence[BlockName]], expected: Presence) -> Callable[[], None]:
+    """One look-up at a time, of the next part."""
+    turns = itertools.cycle(asks)
+
     def once() -> None:
-        answer = store.client.lookup(store.space, names)
+        answer = store.client.lookup(store.space, next(turns))
         if not bool((answer.presence == expected).all()):
             raise BenchFailed(f"a look-up did not find every key {expected.name}")
 
@@ -136,7 +151,7 @@ def beside_cases(ground: Ground) -> Generator[Case]:
         chain = ground.fill(store, size, ground.settings.population(size), seed)
         readers = Loads.start([store.process.tcp] * LOADS, size, batch, (seed, len(chain)), next(ground.seeds))
         stack.callback(readers.close)
-        asks = _lookup(store, chain[:SMALL_LOOKUP_KEYS], Presence.PRESENT)
+        asks = _lookup(store, [chain[:SMALL_LOOKUP_KEYS]], Presence.PRESENT)
         amount = min(SMALL_LOOKUP_KEYS, len(chain))
         yield Case(
             "look-up beside 2 readers",
