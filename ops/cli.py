@@ -6,6 +6,7 @@ Owns the table and nothing else. Does not know any subcommand's options. Invaria
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,14 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from ops import completion
+
 EXIT_USAGE = 2
 EXIT_NOT_INSTALLED = 3
 
 HELP = frozenset({"-h", "--help"})
+COMPLETION = "completion"
+COMPLETION_SUMMARY = "Let bash, zsh or fish complete all of this: source <(reprise completion bash)"
 
 App = Callable[..., object]
 
@@ -75,9 +80,13 @@ def installed_version() -> str:
         return "0+source"
 
 
+def _summaries() -> dict[str, str]:
+    return {name: entry.summary for name, entry in SUBCOMMANDS.items()} | {COMPLETION: COMPLETION_SUMMARY}
+
+
 def usage() -> str:
     """Help text of the command itself."""
-    rows = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in SUBCOMMANDS.items())
+    rows = "\n".join(f"  {name:<10} {summary}" for name, summary in _summaries().items())
     return (
         "Usage: reprise [--version] [--help] COMMAND [ARGS]...\n\n"
         "A storage-centric KV-cache service for LLM inference.\n\n"
@@ -89,6 +98,8 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Dispatch; returns the exit status (a subcommand exits with its own)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == [COMPLETION] or completion.VARIABLE in os.environ:
+        return _complete(given[1:])
     if not given or given[0] in HELP:
         print(usage())
         return 0
@@ -106,6 +117,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reprise {given[0]} needs {', '.join(missing)}, not installed here: {install}", file=sys.stderr)
         return EXIT_NOT_INSTALLED
     entry.load()(args=rest, prog_name=f"reprise {given[0]}")
+    return 0
+
+
+def _complete(given: Sequence[str]) -> int:
+    """Answer a shell, or print the script by which one asks."""
+    if completion.VARIABLE not in os.environ:
+        if len(given) != 1 or given[0] not in completion.SHELLS:
+            shells = "|".join(completion.SHELLS)
+            print(f"Usage: reprise {COMPLETION} {shells}", file=sys.stderr)
+            return EXIT_USAGE
+        os.environ[completion.VARIABLE] = f"source_{given[0]}"
+    completion.answer(_summaries(), {name: entry.load for name, entry in SUBCOMMANDS.items()})
     return 0
 
 

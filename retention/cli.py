@@ -55,7 +55,7 @@ KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY", help="Keys of 
 def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) -> typer.Typer:
     """The typer application; tests give it their own store and clock."""
     sessions = Sessions(open_store, clock or SystemClock())
-    app = typer.Typer(no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None)
+    app = typer.Typer(no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None, add_completion=False)
     policy = typer.Typer(no_args_is_help=True, help="Read or change how long each traffic class keeps its blocks.")
     _add_show(app, sessions)
     add_policy(policy, sessions)

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Measure the store, restore fidelity and kernels.")
+app = typer.Typer(no_args_is_help=True, help="Measure the store, restore fidelity and kernels.", add_completion=False)
 
 SIZES_DEFAULT = "64KiB,256KiB,1MiB,4MiB"
 WINDOWS_DEFAULT = "0,1,2"
