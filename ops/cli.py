@@ -86,7 +86,7 @@ def _summaries() -> dict[str, str]:
 
 def usage() -> str:
     """Help text of the command itself."""
-    rows = "\n".join(f"  {name:<10} {summary}" for name, summary in _summaries().items())
+    rows = "\n".join(f"  {name:<11}{summary}" for name, summary in _summaries().items())
     return (
         "Usage: reprise [--version] [--help] COMMAND [ARGS]...\n\n"
         "A storage-centric KV-cache service for LLM inference.\n\n"

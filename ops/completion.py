@@ -29,8 +29,9 @@ def answer(
     ``summaries``: commands and what each does; ``loads``: how the typer application of one is loaded.
     """
     command = _command(environment)
-    app = _table(summaries)
-    typer.main.get_command(app)  # typer knows its shells from the first application that offers completion on
+    table = _table(summaries)
+    app: Callable[..., object] = table
+    typer.main.get_command(table)  # typer knows its shells from the first application that offers completion on
     if command is not None:
         app = loads[command]() if command in loads else typer.Typer(callback=_nothing)
         _step_into(environment)
@@ -57,7 +58,7 @@ def _step_into(environment: MutableMapping[str, str]) -> None:
         environment[_BASH_AT] = str(int(environment[_BASH_AT]) - 1)
 
 
-def _table(summaries: Mapping[str, str]) -> Callable[..., object]:
+def _table(summaries: Mapping[str, str]) -> typer.Typer:
     """The commands alone, without what is in them."""
     table = typer.Typer(rich_markup_mode=None)
     for name, summary in summaries.items():
