@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,8 @@ from kvstore.store import Presence
 
 log = logging.getLogger(__name__)
 _PAGE = 1024
+_PAGE_OF_LOCK = 256
+"""Blocks that are forgotten under one hold of the lock: about a millisecond."""
 _LIFE_DTYPE = np.dtype([("status", "u1"), ("generation", "<u8"), ("file", "<u4")])
 
 
@@ -260,11 +262,18 @@ class Ledger:
             return here and int(self.presence.fingerprints_of(np.array([place.slot]))[0]) == place.fingerprint
 
     def store(
-        self, rows: Rows, segments: Iterable[Segment], pins_s: Mapping[BlockKey, int], *, new: bool = False
+        self,
+        rows: Rows,
+        segments: Iterable[Segment],
+        pins_s: Mapping[BlockKey, int],
+        *,
+        new: bool = False,
+        in_any_case: bool = False,
     ) -> None:
         """Add or replace rows (of ``ENTRY_DTYPE``, no key twice) whose records are written: one index batch.
 
-        ``new``: no row has one of their fingerprints. Raises IndexRefused; nothing has changed then.
+        ``new``: no row has one of their fingerprints. Raises IndexRefused; nothing has changed then. ``in_any_case``:
+        an index that refuses is mended later, since what the rows replace is dead already.
         """
         fingerprints = fingerprints_in(rows)
         pins = {at: pins_s[key] for at, key in enumerate(keys_in(rows)) if key in pins_s} if pins_s else {}
@@ -282,7 +291,7 @@ class Ledger:
                 tombstones=dict.fromkeys(buried.tolist()),
                 blocks=len(self.presence) + len(rows) - len(removed),
             )
-            self.index.write(batch)
+            (self._write if in_any_case else self.index.write)(batch)
             with self.lock:
                 self.presence.tombstones.forget(buried)
                 self.presence.insert(rows, pins, new=new)
@@ -395,14 +404,47 @@ class Ledger:
         """Stop serving a record that failed verification; the caller holds a lease. False if it had
         moved on already.
         """
-        with self.changing():
-            if not self.is_at(place):
-                return False
-            self.counters.quarantined += 1
-            with contextlib.suppress(OSError):
-                self.mark(place, Mark(MarkReason.QUARANTINED, now_s))
-            self.forget_one(place.slot, Presence.QUARANTINED, now_s)
+        if not self.is_at(place):
+            return False
+        self.counters.quarantined += 1
+        self.bury([place], Mark(MarkReason.QUARANTINED, now_s))
         log.error("block_quarantined segment=%d offset=%d", place.segment.number, place.offset)
+        return True
+
+    def bury(self, places: Sequence[Place], mark: Mark) -> list[Place]:
+        """Make records dead on disk, durably, and then forget their rows: else a power loss may take back a mark and
+        not the removal, and leave a living record that no deletion finds, but a rebuild of the index does.
+
+        Returns those whose mark the disk does not take. Their rows stay, and lapse: nobody is served them, a deletion
+        finds them, the next sweep tries again. The caller holds the writer's lock, or leases. Nobody's lookup waits
+        for the disk.
+        """
+        marked: list[Place] = []
+        for begin in range(0, len(places), _PAGE_OF_LOCK):
+            with self.journal:
+                marked += [place for place in places[begin : begin + _PAGE_OF_LOCK] if self.mark_at(place, mark)]
+        sick = self.flush_marks({place.segment for place in marked})
+        done = [place for place in marked if place.segment not in sick]
+        for begin in range(0, len(done), _PAGE_OF_LOCK):
+            with self.journal:
+                page = done[begin : begin + _PAGE_OF_LOCK]
+                slots = np.array([place.slot for place in page if self.is_at(place)], dtype=np.int64)
+                self.forget(slots, np.full(len(slots), mark.reason, dtype=np.uint8), mark.when_s)
+        if len(done) == len(places):
+            return []
+        taken = {place.slot for place in done}
+        left = [place for place in places if place.slot not in taken]
+        with self.changing():
+            self.presence.lapse(np.array([place.slot for place in left if self.is_at(place)], dtype=np.int64))
+        return left
+
+    def mark_at(self, place: Place, mark: Mark) -> bool:
+        try:
+            place.segment.mark(place.offset, mark)
+        except OSError as error:
+            self.counters.write_errors += 1
+            log.error("record_not_marked segment=%d offset=%d problem=%r", place.segment.number, place.offset, error)
+            return False
         return True
 
     def mark(self, place: Place, mark: Mark) -> None:
@@ -421,20 +463,26 @@ class Ledger:
             place.segment.mark(place.offset, mark)
             return place.segment
 
-    def flush_marks(self, segments: Iterable[Segment]) -> None:
-        """Make marks durable before the index forgets what they are on: else a power loss may take back a mark and not
-        the removal, and leave a living record that no deletion finds. The caller holds the journal, so that whoever
-        reads such a mark waits for the index; nobody's lookup does.
-        """
+    def flush_marks(self, segments: Iterable[Segment]) -> set[Segment]:
+        """Make marks durable, as ``bury`` says why; the segments whose disk did not take them."""
+        sick: set[Segment] = set()
         for segment in segments:
             try:
                 segment.sync(if_dirty=True)
             except OSError as error:
+                sick.add(segment)
                 self.counters.write_errors += 1
                 log.error("marks_not_flushed segment=%d problem=%r", segment.number, error)
+        return sick
 
     def forget_dead(self, place: Place, mark: Mark) -> None:
-        """Drop the row of a record whose mark says that it was removed (the index had lost the removal)."""
+        """Drop the row of a record whose mark says that it was removed (the index had lost the removal), once that mark
+        is on disk: whoever wrote it may not have come so far.
+        """
+        with self.journal:  # whoever marks is done with it
+            is_here = self.is_at(place)
+        if not is_here or self.flush_marks([place.segment]):
+            return
         removed = mark.reason.value in (Presence.EXPIRED, Presence.EVICTED, Presence.QUARANTINED, Presence.PURGED)
         with self.changing():
             if self.is_at(place):

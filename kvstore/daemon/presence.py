@@ -393,6 +393,13 @@ class PresenceMap:
             self._set_touches(slot, merged)
         return merged is not None
 
+    def lapse(self, slots: Slots) -> None:
+        """Let rows be as if nobody had ever touched or pinned them."""
+        for slot in slots.tolist():
+            self._set_touches(slot, ((self._class.item(slot), 0),))
+            self._pins_s.pop(slot, None)
+            self._holdings.doubt(self.places.item(slot) >> int(_PLACE_BITS))
+
     def worth_touching(self, slots: Slots, class_byte: int, now_s: int) -> Slots:
         """Those whose row ``touch`` may change: for hot blocks none, found without a step for each."""
         recent = (self._class[slots] == class_byte) & (

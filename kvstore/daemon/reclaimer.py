@@ -7,7 +7,6 @@ passed over.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import numpy as np
 from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.chains import in_chain_order
 from kvstore.daemon.fingerprints import Slots
-from kvstore.daemon.index import IndexRefused, entries_of
+from kvstore.daemon.index import entries_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, fingerprint_of
 from kvstore.daemon.record import (
@@ -171,8 +170,7 @@ class Reclaimer:
         if action is Action.FREE and self._recycle(segment, now_s):
             swept.segments_freed += 1
             swept.effects.extend(effects)
-        elif len(expired):
-            self._drop_expired(segment, now_s)
+        elif len(expired) and self._drop_expired(segment, now_s):
             swept.effects.extend(effects)
         swept.removed = merge_effects(swept.effects)
 
@@ -221,16 +219,16 @@ class Reclaimer:
             slots = self._ledger.presence.in_segment(segment.number)
             return slots[~self._ledger.presence.alive(slots, now_s)]
 
-    def _drop_expired(self, segment: Segment, now_s: int) -> None:
-        """Forget expired blocks of a segment that stays, and mark them, so that no rebuild brings them back."""
-        with self._ledger.journal:
-            slots = self._expired_in(segment, now_s)
-            for offset in self._ledger.presence.offsets_of(slots).tolist():
-                with contextlib.suppress(OSError):
-                    segment.mark(offset, Mark(MarkReason.EXPIRED, now_s))
-            self._ledger.flush_marks([segment])
-            self._ledger.counters.expired += len(slots)
-            self._ledger.forget(slots, np.full(len(slots), Presence.EXPIRED, dtype=np.uint8), now_s)
+    def _drop_expired(self, segment: Segment, now_s: int) -> bool:
+        """Forget expired blocks of a segment that stays, and mark them, so that no rebuild brings them back. False if
+        the disk did not take all marks.
+        """
+        with self._ledger.lock:
+            slots = self._expired_in(segment, now_s).tolist()
+            places = [place for slot in slots if (place := self._ledger.place(slot)) is not None]
+        left = self._ledger.bury(places, Mark(MarkReason.EXPIRED, now_s))
+        self._ledger.counters.expired += len(places) - len(left)
+        return not left
 
     def _recycle(self, segment: Segment, now_s: int) -> bool:
         """Back to the free list with whatever it holds. False if a reader came in between or the file refused."""
@@ -322,6 +320,7 @@ class Reclaimer:
         """
         targets = {copy.target.number: copy.target for copy in copies}.values()
         dead = Mark(MarkReason.MOVED, now_s)
+        stuck = 0
         try:
             for target in targets:
                 target.sync()
@@ -332,19 +331,29 @@ class Reclaimer:
                     if not self._ledger.is_at(place):
                         target.mark(fresh.offset, dead)
                         continue
-                    self._ledger.mark(place, dead)
+                    if not self._ledger.mark_at(place, dead):
+                        target.mark(fresh.offset, dead)
+                        stuck += 1
+                        continue
                     moved.append(fresh)
                     pin_s = int(self._ledger.presence.pin_until_s(np.array([place.slot]))[0])
                     if pin_s:
                         pins_s[fresh.key] = pin_s
                 self._ledger.flush_marks({copy.place.segment for copy in copies})
-                self._ledger.store(entries_of(moved), targets, pins_s)
+                self._ledger.store(entries_of(moved), targets, pins_s, in_any_case=True)
                 self._ledger.counters.blocks_rewritten += len(moved)
-        except (OSError, IndexRefused) as error:
+        except OSError as error:
             self._ledger.counters.write_errors += 1
             log.error("blocks_not_moved problem=%r", error)
+            self._take_back(copies)
             return None
-        return len(copies)
+        return None if stuck else len(copies)
+
+    def _take_back(self, copies: list[_Copy]) -> None:
+        """No row names these copies: no rebuild of the index may find them."""
+        for target in {copy.target.number: copy.target for copy in copies}.values():
+            target.take_back(min(copy.header.offset for copy in copies if copy.target is target))
+            self._ledger.segments.retire(target)
 
 
 def _links(place: Place) -> tuple[bytes, bytes]:

@@ -283,7 +283,7 @@ class Segment:
             try:
                 self.files.fdatasync(self.fd)
             except OSError:
-                self.failed = self.unsafe = True
+                self.failed = self.unsafe = self.dirty = True
                 raise
             if not self.unsafe:
                 self._durable = (generation, end)
@@ -312,6 +312,11 @@ class Segment:
         """Make one record dead, in place. Raises OSError."""
         self.files.write(self.fd, [encode_mark(mark)], offset + MARK_OFFSET)
         self.dirty = True
+
+    def take_back(self, begin: int) -> None:
+        """The records from ``begin`` on were refused, and are not marked: as if their append had failed."""
+        self.end = begin
+        self.torn = True
 
     def read_header(self, offset: int) -> tuple[RecordHeader, Mark | None]:
         """A record's checked header and its mark. Raises RecordDamaged or OSError."""

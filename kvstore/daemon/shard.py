@@ -60,7 +60,7 @@ from kvstore.daemon.writer import Writer
 from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.promises import ClassIngest, Room
-from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, Presence, PutOutcome, Sighting
+from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, PutOutcome, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
 from kvstore.wire import PackedNames, PutAck
@@ -69,8 +69,6 @@ CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
 READ_ATTEMPTS = 3
 """A block that moves under a reader is looked for again: by chance twice, hardly thrice."""
-_PURGE_PAGE = 256
-"""Blocks that are forgotten under one hold of the ledger's lock: about a millisecond."""
 
 log = logging.getLogger(__name__)
 Pins = Mapping[tuple[SpaceId, BlockKey], int]
@@ -349,25 +347,20 @@ class Shard:
     def delete(self, space_id: SpaceId, keys: Sequence[BlockKey] | None, now_s: int, deadline_s: float) -> int:
         """Purge blocks by key, or all of the space (None), durably; returns how many there were, expired ones included.
 
-        Raises VolumeError if the disk did not take a mark: the blocks are gone from the index, but not yet for good.
+        Raises VolumeError if the disk did not take a mark: nobody is served the block, but it is not yet gone for good.
         """
         with self._writing(deadline_s):
             doomed = self._stored(space_id, keys)
-            problem: OSError | None = None
-            for begin in range(0, len(doomed), _PURGE_PAGE):
-                page = doomed[begin : begin + _PURGE_PAGE]
-                problem = self._mark_purged(page, now_s) or problem
-                with self._ledger.changing():
-                    slots = np.array([place.slot for place in page if self._ledger.is_at(place)], dtype=np.int64)
-                    self._ledger.forget(slots, np.full(len(slots), Presence.PURGED, dtype=np.uint8), now_s)
-            self._ledger.counters.purged += len(doomed)
+            left = self._ledger.bury(doomed, Mark(MarkReason.PURGED, now_s))
+            self._ledger.counters.purged += len(doomed) - len(left)
+            problem = f"the disk did not take {len(left)} marks" if left else ""
             try:
                 self._ledger.segments.settle()
                 self._ledger.segments.flush()
             except OSError as error:
-                problem = error
+                problem = str(error)
             self._ledger.compact_if_due()
-        if problem is not None:
+        if problem:
             raise VolumeError(f"the deletion could not be made durable: {problem}")
         return len(doomed)
 
@@ -611,18 +604,6 @@ class Shard:
                 (place, any_of) for slot, any_of in wanted.items() if slot >= 0 and (place := self._ledger.place(slot))
             ]
         return [place for place, any_of in places if not any_of or _holds(place, any_of)]
-
-    def _mark_purged(self, places: Sequence[Place], now_s: int) -> OSError | None:
-        """Mark on disk without the ledger's lock, so that nobody's lookup waits for the disk: in the writer's hands no
-        record moves, and no segment is recycled.
-        """
-        problem: OSError | None = None
-        for place in places:
-            try:
-                place.segment.mark(place.offset, Mark(MarkReason.PURGED, now_s))
-            except OSError as error:
-                problem = error
-        return problem
 
 
 def _holds(place: Place, any_of: Set[BlockKey]) -> bool:

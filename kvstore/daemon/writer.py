@@ -9,7 +9,7 @@ restart would find.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -83,8 +83,8 @@ class _Batch:
         self.outcomes = [PutOutcome.REFUSED] * len(blocks)
         self.pending: npt.NDArray[np.int64] = np.arange(0)
         self.replaces: dict[int, Touches] = {}
-        self.expired: dict[int, Place | None] = {}
-        """By slot: rows of blocks that expired, to be buried before they are written anew."""
+        self.expired: dict[int, tuple[int, Place | None]] = {}
+        """By position: slot and record of blocks that expired, to be buried before they are written anew."""
         self.record_bytes = blocks.record_bytes()
 
 
@@ -130,7 +130,7 @@ class Writer:
             with self._ledger.lock:
                 self._plan(batch)
             if batch.expired:
-                self._bury_expired(batch.expired, batch.now_s)
+                self._bury_expired(batch)
         self._write(batch)
         self._count(batch.outcomes)
         return batch.outcomes
@@ -205,7 +205,7 @@ class Writer:
             return PutOutcome.REFUSED  # another prefix has this key: neither may be served for the other
         place = self._ledger.place(slot)
         if place is None or not presence.is_alive(slot, batch.now_s):
-            batch.expired[slot] = place
+            batch.expired[at] = slot, place
             return None
         if place.flags & FLAG_APPROXIMATE and not row["flags"] & FLAG_APPROXIMATE:
             presence.touch(slot, batch.class_byte, batch.now_s)
@@ -213,16 +213,16 @@ class Writer:
             return None
         return PutOutcome.TOUCHED
 
-    def _bury_expired(self, expired: Mapping[int, Place | None], now_s: int) -> None:
-        """Forget rows whose keys are to be written anew; nobody is served them any more."""
-        places = [place for place in expired.values() if place is not None]
-        for place in places:
-            with contextlib.suppress(OSError):
-                self._ledger.mark(place, Mark(MarkReason.EXPIRED, now_s))
-        self._ledger.flush_marks({place.segment for place in places})
-        self._ledger.counters.expired += len(expired)
-        slots = np.array(list(expired), dtype=np.int64)
-        self._ledger.forget(slots, np.full(len(slots), Presence.EXPIRED, dtype=np.uint8), now_s)
+    def _bury_expired(self, batch: _Batch) -> None:
+        """Forget rows whose keys are to be written anew; a block whose old record cannot be marked dead is refused."""
+        places = [place for _, place in batch.expired.values() if place is not None]
+        left = {place.slot for place in self._ledger.bury(places, Mark(MarkReason.EXPIRED, batch.now_s))}
+        lost = np.array([slot for slot, place in batch.expired.values() if place is None], dtype=np.int64)
+        self._ledger.forget(lost, np.full(len(lost), Presence.EXPIRED, dtype=np.uint8), batch.now_s)
+        self._ledger.counters.expired += len(batch.expired) - len(left)
+        if left:
+            stuck = [at for at, (slot, _) in batch.expired.items() if slot in left]
+            batch.pending = np.setdiff1d(batch.pending, stuck)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -287,9 +287,12 @@ class Writer:
         """Records that were written, but that the index or the disk refused, are dead."""
         self._ledger.counters.write_errors += 1
         log.error("records_not_indexed segment=%d problem=%r", segment.number, error)
-        for offset in offsets:
-            with contextlib.suppress(OSError):
+        try:
+            for offset in offsets:
                 segment.mark(offset, Mark(MarkReason.QUARANTINED, now_s))
+        except OSError:
+            segment.take_back(min(offsets))
+            self._ledger.segments.retire(segment)
 
     def _commit(
         self,
@@ -330,7 +333,8 @@ class Writer:
         with self._ledger.journal:
             dead = Mark(MarkReason.REPLACED, batch.now_s)
             marked = {self._ledger.mark_where_it_is(key, dead) for key in replaced}
-            self._ledger.flush_marks(each for each in marked if each is not None)
+            if self._ledger.flush_marks(each for each in marked if each is not None):
+                raise OSError(errno.EIO, "the marks of what is replaced were not flushed")
             self._ledger.store(rows, [segment], pins_s)
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:
