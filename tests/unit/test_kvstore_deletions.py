@@ -1,4 +1,4 @@
-"""Deletions on a sick disk: what was acknowledged holds, also when the index is lost and the segments tell everything."""
+"""Deletions on a sick disk: what was acknowledged holds, also when the index is lost and segments tell everything."""
 
 from __future__ import annotations
 
