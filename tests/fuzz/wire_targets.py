@@ -243,6 +243,11 @@ class Wire:
         self._data = self._data[len(part) :]
         return len(part)
 
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        self.allocated_max = max(self.allocated_max, count)
+        part, self._data = bytes(self._data[:count]), self._data[count:]
+        return part
+
     def recvmsg(self, count: int, space: int = 0, flags: int = 0) -> tuple[bytes, list[Any], int, None]:
         part, self._data = bytes(self._data[:count]), self._data[count:]
         return part, [], 0, None
