@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore import limits
 from kvstore.errors import ProtocolError
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space, encode_space
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space, encode_space, named_by_key
 from kvstore.purges import leftovers_to_json, order_from_json, order_to_json, report_to_json
 from kvstore.store import BlockInfo, ClassEffect, Effect, Pin, Policy, Presence, Sighting, Store
 from kvstore.traffic import ClassRules
@@ -95,6 +95,10 @@ def reading(what: str, read: Callable[[], T]) -> T:
 
 
 # --- the daemon's side ----------------------------------------------------------------------------------------------
+
+
+_SIGHTING_SHORT = 4
+"""Elements of a sighting that is not asked for its block, or comes from a node that knows no more."""
 
 
 def call(store: ControlledStore, verb: str, args: Json, deadline_s: float) -> object:
@@ -189,12 +193,14 @@ def _leftovers(store: ControlledStore, args: Json, deadline_s: float) -> object:
 
 
 def _sight(store: ControlledStore, args: Json, deadline_s: float) -> object:
-    space_id, names = reading(
-        "sight", lambda: (space_id_of(args["space_id"]), [name_from_json(row) for row in args["names"]])
+    space_id = reading("sight", lambda: None if args["space_id"] is None else space_id_of(args["space_id"]))
+    names, blocks = reading(
+        "sight", lambda: ([name_from_json(row) for row in args["names"]], truth(args.get("blocks", False)))
     )
     if len(names) > limits.BATCH_BLOCKS_MAX:
         raise ProtocolError(f"sight takes at most {limits.BATCH_BLOCKS_MAX} blocks")
-    return [sighting_to_json(item) for item in store.sight(space_id, names, deadline_s=deadline_s)]
+    seen = store.sight(space_id, names, deadline_s=deadline_s)
+    return [sighting_to_json(item) if blocks else sighting_to_json(item)[:_SIGHTING_SHORT] for item in seen]
 
 
 def _stats(store: ControlledStore, args: Json, deadline_s: float) -> object:
@@ -274,10 +280,7 @@ def name_to_json(name: BlockName) -> list[str]:
 
 
 def name_from_json(row: Sequence[str]) -> BlockName:
-    key, digest = key_of(row[0]), bytes.fromhex(row[1])
-    if len(digest) != limits.TOKEN_DIGEST_BYTES:
-        raise ValueError(f"a token digest has {limits.TOKEN_DIGEST_BYTES} bytes")
-    return BlockName(key, BlockKey(bytes(limits.KEY_BYTES)), TokenDigest(digest), key, 0)
+    return named_by_key(key_of(row[0]), digest_of(row[1]))
 
 
 def space_from_json(text: str) -> Space:
@@ -402,12 +405,27 @@ def merge_effects(effects: Sequence[Effect], nodes_failed: Mapping[str, str]) ->
 
 
 def sighting_to_json(sighting: Sighting) -> list[Any]:
+    """The last two elements, the block and its token digest, are for those who ask for them."""
     others = [space_id.hex() for space_id in sighting.other_spaces]
-    return [int(sighting.presence), sighting.since_s, sighting.keep_until_s, others]
+    block = None if sighting.block is None else info_to_json(sighting.block)
+    digest = None if sighting.token_digest is None else sighting.token_digest.hex()
+    return [int(sighting.presence), sighting.since_s, sighting.keep_until_s, others, block, digest]
 
 
 def sighting_from_json(row: Sequence[Any]) -> Sighting:
-    presence, since_s, keep_until_s, others = row
+    presence, since_s, keep_until_s, others, block, digest = row if len(row) != _SIGHTING_SHORT else [*row, None, None]
     return Sighting(
-        Presence(whole(presence)), whole(since_s), whole(keep_until_s), tuple(space_id_of(text) for text in others)
+        Presence(whole(presence)),
+        whole(since_s),
+        whole(keep_until_s),
+        tuple(space_id_of(text) for text in others),
+        None if block is None else info_from_json(block),
+        None if digest is None else digest_of(digest),
     )
+
+
+def digest_of(text: str) -> TokenDigest:
+    digest = bytes.fromhex(text)
+    if len(digest) != limits.TOKEN_DIGEST_BYTES:
+        raise ValueError(f"a token digest has {limits.TOKEN_DIGEST_BYTES} bytes")
+    return TokenDigest(digest)

@@ -8,12 +8,13 @@ tells says which nodes are missing from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvstore import control, limits
 from kvstore.errors import DeadlineExceeded, PolicyConflict, ProtocolError, StoreError, Unavailable
 from kvstore.fleet import Fleet, first, job, raise_loud
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, space_id
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, named_by_key, space_id
 from kvstore.purges import (
     ByNode,
     Leftovers,
@@ -24,7 +25,7 @@ from kvstore.purges import (
     order_to_json,
     report_from_json,
 )
-from kvstore.store import BlockInfo, Effect, Pin, Policy, Presence, Sighting
+from kvstore.store import BlockInfo, Effect, Pin, Policy, Presence, Sighting, best_sighting
 from kvstore.traffic import ClassRules
 
 T = TypeVar("T")
@@ -214,20 +215,38 @@ class ControlPlane:
         return control.merge_effects(effects, {self._fleet.name(node): str(error) for node, error in failures.items()})
 
     def sight(
-        self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+        self, space_id: SpaceId | None, names: Sequence[BlockName], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
     ) -> list[Sighting]:
-        """What the owners remember; which other spaces have the same tokens is asked of every node."""
+        """What the owners remember; which other spaces have the same tokens is asked of every node.
+
+        Without a space nothing says who the owner is: then what any node remembers.
+        """
         if len(names) > limits.BATCH_BLOCKS_MAX:
             raise ValueError(f"sight takes at most {limits.BATCH_BLOCKS_MAX} blocks, not {len(names)}")
-        args = {"space_id": space_id.hex(), "names": [control.name_to_json(name) for name in names]}
-        answers, _ = self._fleet.control_all("sight", args, deadline_s)
+        rows = [control.name_to_json(name) for name in names]
+        args = {"space_id": None if space_id is None else space_id.hex(), "names": rows, "blocks": True}
+        ends_s = self._fleet.ends_s(deadline_s)
+        answers, failures = self._fleet.control_all("sight", args, deadline_s)
         seen = {
             node: control.reading("sight answer", lambda rows=rows: [control.sighting_from_json(row) for row in rows])  # type: ignore[misc]
             for node, rows in answers.items()
         }
         if any(len(rows) != len(names) for rows in seen.values()):
             raise ProtocolError("a node answered another number of blocks than asked")
+        if space_id is None:
+            unheard = [Sighting(Presence.UNREACHABLE, 0, 0, ())] if failures else []
+            best = [best_sighting([*(rows[at] for rows in seen.values()), *unheard]) for at in range(len(names))]
+            return [self._with_other_spaces(sighting, ends_s) for sighting in best]
         return [_merged_sighting(self._fleet.placement.owner(name.route), at, seen) for at, name in enumerate(names)]
+
+    def _with_other_spaces(self, sighting: Sighting, ends_s: float) -> Sighting:
+        """Once its tokens are known, by the node that has the block, the others can tell of the same tokens."""
+        block, digest = sighting.block, sighting.token_digest
+        if block is None or digest is None or len(self._fleet.links) == 1:
+            return sighting
+        named = named_by_key(block.key, digest)
+        again = self.sight(block.space_id, [named], deadline_s=self._fleet.left_s(ends_s))
+        return replace(sighting, other_spaces=again[0].other_spaces)
 
     def stats(self, *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> dict[str, Any]:
         """Sums over the nodes that answer, with each node's own under ``nodes``."""
@@ -269,4 +288,4 @@ def _merged_sighting(owner: int, at: int, seen: Mapping[int, Sequence[Sighting]]
     if owner not in seen:
         return Sighting(Presence.UNREACHABLE, 0, 0, tuple(sorted(others)))
     mine = seen[owner][at]
-    return Sighting(mine.presence, mine.since_s, mine.keep_until_s, tuple(sorted(others)))
+    return replace(mine, other_spaces=tuple(sorted(others)))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName, TokenDigest
 from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport
 from kvstore.traffic import ClassRules, TrafficClass
 
@@ -57,6 +57,16 @@ class Presence(IntEnum):
 
 _PRESENT = int(Presence.PRESENT)
 """As a plain number: comparing a column with a member takes four times as long."""
+_TELLING = (
+    Presence.NEVER,
+    Presence.UNREACHABLE,
+    Presence.EVICTED,
+    Presence.EXPIRED,
+    Presence.QUARANTINED,
+    Presence.PURGED,
+    Presence.PRESENT,
+)
+"""Of what several remember of one block, the last of these tells most."""
 
 
 class GetStatus(IntEnum):
@@ -234,13 +244,23 @@ class Sighting:
     """What a store remembers of one block for explain.
 
     ``since_s``: when it was written (PRESENT) or removed (else 0 if unknown). ``other_spaces``: ids of spaces in which
-    a block with the same token digest is stored now.
+    a block with the same token digest is stored now. ``block`` and ``token_digest``: all that is known, while its
+    record is there.
     """
 
     presence: Presence
     since_s: int
     keep_until_s: int
     other_spaces: tuple[SpaceId, ...]
+    block: BlockInfo | None = None
+    token_digest: TokenDigest | None = None
+
+
+def best_sighting(sightings: Sequence[Sighting]) -> Sighting:
+    """What several shards or nodes remember of one block, as one. At least one is given."""
+    best = max(sightings, key=lambda sighting: (_TELLING.index(sighting.presence), sighting.since_s))
+    others = sorted({space for sighting in sightings for space in sighting.other_spaces})
+    return replace(best, other_spaces=tuple(others))
 
 
 class Store(Protocol):
@@ -368,8 +388,11 @@ class Store(Protocol):
     def sweep(self, *, apply: bool, deadline_s: float = ...) -> Effect:
         """Give segments whose promises are all past back to the free list, or say which."""
 
-    def sight(self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = ...) -> list[Sighting]:
-        """What is remembered of blocks, for explain (only key, token_digest and route of the names are used)."""
+    def sight(self, space_id: SpaceId | None, names: Sequence[BlockName], *, deadline_s: float = ...) -> list[Sighting]:
+        """What is remembered of blocks, for explain (only key, token_digest and route of the names are used).
+
+        Without a space, by their keys alone: of whatever space and tokens they are.
+        """
 
     def stats(self, *, deadline_s: float = ...) -> dict[str, Any]:
         """Counters and gauges as JSON values; see ``kvstore/FORMAT.md`` for the names."""

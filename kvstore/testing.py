@@ -505,7 +505,7 @@ class MemoryStore:
             return Effect(apply, class_effects(expired))
 
     def sight(
-        self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
+        self, space_id: SpaceId | None, names: Sequence[BlockName], *, deadline_s: float = limits.DEADLINE_S_DEFAULT
     ) -> list[Sighting]:
         with self._lock:
             return [self._sighting(space_id, name) for name in names]
@@ -616,20 +616,29 @@ class MemoryStore:
         found.sort(key=lambda entry: (entry.block_index, entry.tail_tokens), reverse=True)
         return tuple(found[: limits.STATES_PER_LOOKUP_MAX])
 
-    def _sighting(self, space_id: SpaceId, name: BlockName) -> Sighting:
-        presence = self._presence(space_id, name)
-        block = self._blocks.get(name.key) if presence in (Presence.PRESENT, Presence.EXPIRED) else None
-        since_s = self._tombstones.get(name.key, (presence, 0))[1]
-        keep_until_s = 0
-        if block is not None:
-            keep_until_s = self._keep_until_s(block)
-            since_s = block.written_s if presence == Presence.PRESENT else keep_until_s
+    def _sighting(self, space_id: SpaceId | None, name: BlockName) -> Sighting:
+        held = self._blocks.get(name.key)
+        if space_id is None and held is not None:
+            space_id, name = held.space_id, held.name
+        presence = self._tombstones.get(name.key, (Presence.NEVER, 0))[0]
+        if space_id is not None:
+            presence = self._presence(space_id, name)
+        if held is None or presence not in (Presence.PRESENT, Presence.EXPIRED):
+            others = self._others(name, space_id) if space_id is not None else ()
+            return Sighting(presence, self._tombstones.get(name.key, (presence, 0))[1], 0, others)
+        until_s = self._keep_until_s(held)
+        since_s = held.written_s if presence == Presence.PRESENT else until_s
+        return Sighting(
+            presence, since_s, until_s, self._others(name, held.space_id), self._info(held), name.token_digest
+        )
+
+    def _others(self, name: BlockName, space_id: SpaceId) -> tuple[SpaceId, ...]:
         others = {
             other.space_id
             for other in self._blocks.values()
             if other.name.token_digest == name.token_digest and other.space_id != space_id and self._is_live(other)
         }
-        return Sighting(presence, since_s, keep_until_s, tuple(sorted(others)))
+        return tuple(sorted(others))
 
     def _info(self, block: MemoryBlock) -> BlockInfo:
         return BlockInfo(

@@ -37,7 +37,6 @@ from kvstore.daemon.opening import open_directories
 from kvstore.daemon.pinboard import PinBoard
 from kvstore.daemon.presence import digest_words, key_words
 from kvstore.daemon.purger import Purger, resume_left
-from kvstore.daemon.questions import best_of
 from kvstore.daemon.scrubber import Scrubber, merge_progress
 from kvstore.daemon.shard import Shard
 from kvstore.daemon.states import StatePool
@@ -68,6 +67,7 @@ from kvstore.store import (
     Presence,
     PutOutcome,
     Sighting,
+    best_sighting,
 )
 from kvstore.traffic import ClassRules, TrafficClass
 from kvstore.wire import PackedNames, PutAck
@@ -472,7 +472,7 @@ class Node:
         )
 
     def sight(
-        self, space_id: SpaceId, names: Sequence[BlockName], *, deadline_s: float = DEADLINE_S_DEFAULT
+        self, space_id: SpaceId | None, names: Sequence[BlockName], *, deadline_s: float = DEADLINE_S_DEFAULT
     ) -> list[Sighting]:
         self._check_open()
         check_count(names, BATCH_BLOCKS_MAX, "a sight", "blocks")
@@ -606,10 +606,10 @@ class Node:
             results.append(result)
         return results
 
-    def _sight(self, space_id: SpaceId, name: BlockName) -> Sighting:
+    def _sight(self, space_id: SpaceId | None, name: BlockName) -> Sighting:
         now_s = self._clock.now_s()
         sightings = [shard.sight(name, space_id, now_s) for shard in self._shards]
-        return best_of(sightings)
+        return best_sighting(sightings)
 
     def _start_scrubbers(self) -> None:
         if self._config.scrub_bytes_per_s > 0:

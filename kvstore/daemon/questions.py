@@ -7,16 +7,14 @@ counts only while the map names the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.daemon.index import IndexDamaged, place_words
 from kvstore.daemon.ledger import Ledger
 from kvstore.daemon.presence import fingerprint_of, fingerprints_in
 from kvstore.errors import VolumeError
-from kvstore.keys import BlockKey, BlockName, SpaceId
+from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.store import BlockInfo, Presence, Sighting
 
 
@@ -36,43 +34,46 @@ def scan(ledger: Ledger, space_id: SpaceId | None, cursor: bytes, limit: int, no
     return [info for info in infos if info.key > cursor][:limit]
 
 
-def sight(ledger: Ledger, name: BlockName, space_id: SpaceId, now_s: float) -> Sighting:
-    """What is remembered of one block; ``other_spaces`` by a search of the whole index (explain is rare)."""
-    others = tuple(sorted(_spaces_with(ledger, name.token_digest, now_s) - {space_id}))
+def sight(ledger: Ledger, name: BlockName, space_id: SpaceId | None, now_s: float) -> Sighting:
+    """What is remembered of one block, of whatever space where none is given.
+
+    ``other_spaces`` by a search of the whole index (explain is rare). Raises VolumeError.
+    """
     with ledger.lock:
         presence = ledger.presence
-        slot = presence.find(space_id, name.key, name.token_digest)
-        at = np.array([slot])
-        if slot >= 0:
-            alive = presence.is_alive(slot, now_s)
-            until_s = int(presence.until_s(at)[0])
-            place = presence.places[at]
-        elif (tombstone := presence.tombstones.get(fingerprint_of(name.key))) and presence.slot(name.key) < 0:
-            return Sighting(Presence(tombstone.reason), tombstone.when_s, 0, others)
-        else:
-            return Sighting(Presence.NEVER, 0, 0, others)
-    if not alive:
-        return Sighting(Presence.EXPIRED, until_s, until_s, others)
+        anyone = presence.slot(name.key)
+        slot = anyone if space_id is None else presence.find(space_id, name.key, name.token_digest)
+        tombstone = presence.tombstones.get(fingerprint_of(name.key)) if anyone < 0 else None
+        at = np.array([max(slot, 0)])
+        places = presence.places[at]
+        alive, until_s = (presence.is_alive(slot, now_s), int(presence.until_s(at)[0])) if slot >= 0 else (False, 0)
+    row = _row_at(ledger, places) if slot >= 0 else None
+    if slot < 0 or (row is not None and row["key"].tobytes() != name.key):
+        others = () if space_id is None else _others(ledger, name.token_digest, space_id, now_s)
+        gone = (Presence(tombstone.reason), tombstone.when_s) if tombstone is not None else (Presence.NEVER, 0)
+        return Sighting(*gone, 0, others)
+    if row is None:
+        others = () if space_id is None else _others(ledger, name.token_digest, space_id, now_s)
+        return Sighting(Presence.PRESENT if alive else Presence.EXPIRED, 0 if alive else until_s, until_s, others)
+    others = _others(ledger, row["digest"].tobytes(), SpaceId(row["space"].tobytes()), now_s)
+    with ledger.lock:
+        same = presence.places[slot] == places[0]
+        block = _info(ledger, row, slot, now_s) if same else None
+    presence_now, since_s = (Presence.PRESENT, int(row["written_s"])) if alive else (Presence.EXPIRED, until_s)
+    return Sighting(presence_now, since_s, until_s, others, block, TokenDigest(row["digest"].tobytes()))
+
+
+def _row_at(ledger: Ledger, places: npt.NDArray[np.uint64]) -> np.void | None:
+    """The index's row of one place; None where it has none, since the block was moved just now. Raises VolumeError."""
     try:
-        rows, _ = ledger.index.values(place)
+        rows, _ = ledger.index.values(places)
     except IndexDamaged as error:
         raise VolumeError(str(error)) from error
-    return Sighting(Presence.PRESENT, int(rows["written_s"][0]) if len(rows) else 0, until_s, others)
+    return rows[0] if len(rows) else None
 
 
-def best_of(sightings: Sequence[Sighting]) -> Sighting:
-    """What several shards remember of one block, as one."""
-    order = (
-        Presence.NEVER,
-        Presence.EVICTED,
-        Presence.EXPIRED,
-        Presence.QUARANTINED,
-        Presence.PURGED,
-        Presence.PRESENT,
-    )
-    best = max(sightings, key=lambda sighting: (order.index(sighting.presence), sighting.since_s))
-    others = sorted({space for sighting in sightings for space in sighting.other_spaces})
-    return replace(best, other_spaces=tuple(others))
+def _others(ledger: Ledger, token_digest: bytes, space_id: SpaceId, now_s: float) -> tuple[SpaceId, ...]:
+    return tuple(sorted(_spaces_with(ledger, token_digest, now_s) - {space_id}))
 
 
 def _spaces_with(ledger: Ledger, token_digest: bytes, now_s: float) -> set[SpaceId]:

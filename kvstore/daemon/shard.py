@@ -389,7 +389,7 @@ class Shard:
         """Stored blocks beyond ``cursor`` in key order, at most ``limit``. Raises VolumeError."""
         return scan(self._ledger, space_id, cursor, limit, now_s)
 
-    def sight(self, name: BlockName, space_id: SpaceId, now_s: float) -> Sighting:
+    def sight(self, name: BlockName, space_id: SpaceId | None, now_s: float) -> Sighting:
         """What is remembered of one block; ``other_spaces`` by a search of the whole index (explain is rare)."""
         return sight(self._ledger, name, space_id, now_s)
 

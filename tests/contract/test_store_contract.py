@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import xxhash
 
 from kvstore import limits
 from kvstore.errors import PolicyConflict, SpaceUnknown
-from kvstore.keys import BlockName, Space, SpaceId, TokenChain, TokenDigest, space_id, tenant_salt
+from kvstore.keys import BlockName, Space, SpaceId, TokenChain, TokenDigest, named_by_key, space_id, tenant_salt
 from kvstore.purges import PurgeOrder, digest_of_keys
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S
@@ -54,6 +54,10 @@ def payload_of(name: BlockName, size: int = SIZE) -> bytes:
 def put(store: Any, chain: TokenChain, traffic_class: int = AGENT, *, flags: int = 0) -> list[PutOutcome]:
     blocks = [BlockPut(name, BLOCK_TOKENS, payload_of(name), flags) for name in chain.names]
     return store.put(chain.space_id, blocks, traffic_class=traffic_class)
+
+
+def blocks_of(names: Sequence[BlockName]) -> list[BlockPut]:
+    return [BlockPut(name, BLOCK_TOKENS, payload_of(name)) for name in names]
 
 
 def get(store: Any, space: SpaceId, names: Any, size: int = SIZE) -> tuple[list[GetStatus], list[bytearray]]:
@@ -556,9 +560,8 @@ def test_sight_tells_what_is_remembered(under_test: Subject, store: Any, space: 
     """Present, purged, expired and never; and which other spaces hold the same tokens."""
     other_space = store.register_space(a_space(layout="fused"))
     chain, other = a_chain(space, 4), a_chain(other_space, 4)
-    blocks = [BlockPut(name, BLOCK_TOKENS, payload_of(name)) for name in chain.names[:3]]
-    store.put(space, blocks[:1], traffic_class=CHAT)
-    store.put(space, blocks[1:], traffic_class=AGENT)
+    store.put(space, blocks_of(chain.names[:1]), traffic_class=CHAT)
+    store.put(space, blocks_of(chain.names[1:3]), traffic_class=AGENT)
     put(store, other, CHAT)
     store.delete(space, [chain.names[1].key])
     written_s = int(under_test.clock.now_s())
@@ -568,6 +571,28 @@ def test_sight_tells_what_is_remembered(under_test: Subject, store: Any, space: 
     assert [sighting.presence for sighting in sightings] == wanted
     assert {sighting.other_spaces for sighting in sightings} == {(other_space,)}
     assert (sightings[0].since_s, sightings[0].keep_until_s) == (written_s, written_s + 7 * DAY_S)
+    present, purged, expired, never = (sighting.block for sighting in sightings)
+    assert (purged, never) == (None, None)
+    assert (present.space_id, present.written_s, present.touches) == (space, written_s, {CHAT: written_s})
+    assert (expired.key, expired.keep_until_s) == (chain.names[2].key, written_s + 3 * DAY_S)
+
+
+def test_sight_by_keys_alone(under_test: Subject, store: Any, space: SpaceId) -> None:
+    """A key is enough to tell what became of its block: of which space it is, who touched it, and where it also is."""
+    other_space = store.register_space(a_space(layout="fused"))
+    chain, other = a_chain(space, 3), a_chain(other_space, 3)
+    store.put(space, blocks_of(chain.names[:2]), traffic_class=AGENT)
+    put(store, other, CHAT)
+    began_s = int(under_test.clock.now_s())
+    under_test.clock.advance(DAY_S)
+    store.touch(space, chain.names[:1], traffic_class=CHAT)
+    store.delete(space, [chain.names[1].key])
+    strangers = [named_by_key(name.key) for name in chain.names]
+    present, purged, never = store.sight(None, strangers)
+    assert [present.presence, purged.presence, never.presence] == [Presence.PRESENT, Presence.PURGED, Presence.NEVER]
+    assert present.block.touches == {AGENT: began_s, CHAT: began_s + DAY_S}
+    assert (present.block.space_id, present.other_spaces) == (space, (other_space,))
+    assert (purged.since_s, purged.other_spaces) == (began_s + DAY_S, ())
 
 
 def test_stats_are_numbers_under_known_names(store: Any, space: SpaceId) -> None:
