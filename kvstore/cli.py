@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,15 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvstore import limits
 from kvstore.access import read_token
 from kvstore.client import StoreClient
 from kvstore.config import ADMIN_DEFAULT, LISTEN_DEFAULT, load_config
 from kvstore.errors import StoreError
 from kvstore.events import Position, follow_events, read_events
-from kvstore.explain import Access, Explanation, explain, read_access
-from kvstore.keys import Space, SpaceId
-from kvstore.store import Sighting
+from kvstore.explain_cli import add_explain
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes_short, parse_seconds
 
@@ -35,8 +31,6 @@ LoadRules = Callable[[Path | None], tuple[ClassRules, str]]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-RECORD_BYTES_MAX = 256 * limits.KIB
-RECORDS_PER_REQUEST_MAX = 64
 
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")
@@ -58,7 +52,7 @@ def build_app(load_rules: LoadRules) -> typer.Typer:
     _add_serve(app, load_rules)
     app.command()(stat)
     app.command()(fsck)
-    app.command("explain")(explain_request)
+    add_explain(app, reported)
     app.command("events")(show_events)
     return app
 
@@ -253,39 +247,6 @@ def _print_fsck(report: Mapping[str, Any]) -> None:
     print("clean" if report["clean"] else f"found: {found}")
 
 
-def explain_request(
-    request_id: Annotated[str, typer.Argument(help="As in the response's x-request-id.")],
-    log: Annotated[list[Path], typer.Option(help="Access log of a worker; repeat for several.")],
-    store: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="REPRISE_STORE", help="Store node; repeat for all nodes (in the variable, spaces between)."
-        ),
-    ] = None,
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
-    deadline: Deadline = "5s",
-) -> None:
-    """Say which block of a request was the first miss, and why."""
-    with reported():
-        records = [read_access(row) for path in log for row in records_of(path, request_id)]
-        if not records:
-            print(
-                f"no record of {request_id} in {', '.join(map(str, log))}: forgotten, or another log", file=sys.stderr
-            )
-            raise typer.Exit(EXIT_FAILED)
-        token, deadline_s = read_token(token_file), parse_seconds(deadline)
-        explanations = _explain_all(records, store or [], token, deadline_s)
-    if as_json:
-        print(json.dumps([item.to_json() for item in explanations], indent=2))
-        return
-    for item in explanations:
-        print(f"{item.request_id} ({item.role}): {item.hit_tokens} of {item.prompt_tokens} prompt tokens reused")
-        print(f"  {item.cause}: {item.sentence}")
-        for other in item.other_spaces:
-            print(f"  space {other.space_id.hex()[:16]} differs in: {', '.join(other.fields) or 'unknown'}")
-
-
 def show_events(
     address: Annotated[str, typer.Argument(metavar="ADMIN", help="HOST:PORT of the node's health and metrics.")],
     follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C, also after a restart.")] = False,
@@ -331,57 +292,6 @@ def event_lines(event: Mapping[str, Any]) -> Iterator[str]:
             f"{start} {run['class']} {run['group']} blocks {first}..{first + count - 1} "
             f"(tokens {run['first_token']}..{run['end_token'] - 1}) of {run['space'][:12]}: {event['reason']}"
         )
-
-
-def _explain_all(
-    records: Sequence[Access], stores: Sequence[str], token: str | None, deadline_s: float
-) -> list[Explanation]:
-    """Ask the stores about every first miss; a store that does not answer is said, and the records alone must do."""
-    sightings: dict[int, Sighting] = {}
-    spaces: dict[SpaceId, Space] = {}
-    if stores:
-        client = StoreClient.connect(stores, token=token)
-        try:
-            for at, access in enumerate(records):
-                if access.first_miss is not None:
-                    seen = client.sight(access.space_id, [access.first_miss.name], deadline_s=deadline_s)
-                    sightings[at] = seen[0]
-            if any(sighting.other_spaces for sighting in sightings.values()):
-                spaces = client.spaces(deadline_s=deadline_s)
-        except StoreError as error:
-            print(f"the store was not asked for more: {error}", file=sys.stderr)
-        finally:
-            client.close()
-    return [explain(access, sightings.get(at), spaces) for at, access in enumerate(records)]
-
-
-def records_of(path: Path, request_id: str) -> Iterator[dict[str, Any]]:
-    """The latest records of a request in an access log and its rotated predecessor; damaged lines are passed over.
-
-    Raises ValueError if neither file can be read.
-    """
-    wanted = json.dumps(request_id).encode()
-    found: deque[dict[str, Any]] = deque(maxlen=RECORDS_PER_REQUEST_MAX)
-    readable = False
-    for part in (path.with_name(path.name + ".1"), path):
-        try:
-            with part.open("rb") as file:
-                readable = True
-                while line := file.readline(RECORD_BYTES_MAX):
-                    if wanted in line and (row := _record(line)) is not None and row.get("request_id") == request_id:
-                        found.append(row)
-        except OSError as error:
-            if part == path and not readable:
-                raise ValueError(f"cannot read the access log {path}: {error.strerror}") from error
-    return iter(found)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore import limits
 from kvstore.errors import ProtocolError
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space, encode_space, named_by_key
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space, encode_space
 from kvstore.purges import leftovers_to_json, order_from_json, order_to_json, report_to_json
+from kvstore.sightings import named_by_key
 from kvstore.store import BlockInfo, ClassEffect, Effect, Pin, Policy, Presence, Sighting, Store
 from kvstore.traffic import ClassRules
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kvstore import control, limits
 from kvstore.errors import DeadlineExceeded, PolicyConflict, ProtocolError, StoreError, Unavailable
 from kvstore.fleet import Fleet, first, job, raise_loud
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, named_by_key, space_id
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, space_id
 from kvstore.purges import (
     ByNode,
     Leftovers,
@@ -25,7 +25,8 @@ from kvstore.purges import (
     order_to_json,
     report_from_json,
 )
-from kvstore.store import BlockInfo, Effect, Pin, Policy, Presence, Sighting, best_sighting
+from kvstore.sightings import best_sighting, named_by_key
+from kvstore.store import BlockInfo, Effect, Pin, Policy, Presence, Sighting
 from kvstore.traffic import ClassRules
 
 T = TypeVar("T")

@@ -6,14 +6,15 @@ of the moment of the request goes before what the store says now.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from kvstore import limits
-from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space, differing_fields
+from kvstore.account import Account, OtherSpace, others_json, spaces_compared
+from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space
 from kvstore.store import Presence, Sighting
+from kvstore.wording import utc
 
 CAUSES = (
     "none",
@@ -57,16 +58,11 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherSpace:
-    """A space in which the same tokens are stored, and the fields in which it differs from the request's."""
-
-    space_id: SpaceId
-    fields: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which block was the first miss, and why. ``block`` and ``first_token`` are None where nothing was missed."""
+    """Which block was the first miss, and why. ``block`` and ``first_token`` are None where nothing was missed.
+
+    ``account``: all that is known of that block now, where nodes were asked.
+    """
 
     request_id: str
     role: str
@@ -77,9 +73,9 @@ class Explanation:
     block: int | None = None
     first_token: int | None = None
     other_spaces: tuple[OtherSpace, ...] = ()
+    account: Account | None = None
 
     def to_json(self) -> dict[str, Any]:
-        others = [{"space_id": other.space_id.hex(), "fields": list(other.fields)} for other in self.other_spaces]
         return {
             "request_id": self.request_id,
             "role": self.role,
@@ -89,7 +85,8 @@ class Explanation:
             "sentence": self.sentence,
             "block": self.block,
             "first_token": self.first_token,
-            "other_spaces": others,
+            "other_spaces": others_json(self.other_spaces),
+            "account": self.account.to_json() if self.account else None,
         }
 
 
@@ -187,7 +184,7 @@ def _nothing_missed(access: Access) -> str:
 def _removed(presence: Presence, sighting: Sighting | None) -> tuple[str, str, tuple[OtherSpace, ...]]:
     when = ""
     if sighting is not None and sighting.presence == presence and sighting.since_s:
-        when = f" at {_time(sighting.since_s)}"
+        when = f" at {utc(sighting.since_s)}"
     why = {
         Presence.EXPIRED: f"its keep-until passed{when}",
         Presence.EVICTED: f"it was evicted to make room{when}",
@@ -201,7 +198,7 @@ def _never(
     access: Access, sighting: Sighting | None, spaces: Mapping[SpaceId, Space]
 ) -> tuple[str, str, tuple[OtherSpace, ...]]:
     """Never stored under this key; perhaps the same tokens lie in another space."""
-    others = _other_spaces(access, sighting.other_spaces if sighting else (), spaces)
+    others = spaces_compared(access.space_id, access.space, sighting.other_spaces if sighting else (), spaces)
     if others:
         nearest = others[0]
         fields = ", ".join(nearest.fields) if nearest.fields else "a field that this store does not know"
@@ -209,21 +206,7 @@ def _never(
     if sighting is None:
         return "never_stored", "the lookup found no record of it (no store was asked for more)", ()
     if sighting.presence == Presence.PRESENT:
-        return "never_stored", f"not stored yet at the time of the request; stored at {_time(sighting.since_s)}", ()
+        return "never_stored", f"not stored yet at the time of the request; stored at {utc(sighting.since_s)}", ()
     if sighting.presence not in (Presence.NEVER, Presence.UNREACHABLE):
         return "never_stored", f"not stored at the time of the request; now {sighting.presence.name.lower()}", ()
     return "never_stored", "these tokens were never stored, or so long ago that the store forgot", ()
-
-
-def _other_spaces(access: Access, found: Sequence[SpaceId], spaces: Mapping[SpaceId, Space]) -> tuple[OtherSpace, ...]:
-    """The nearest space first: the one that differs in the fewest fields."""
-    others = [
-        OtherSpace(space_id, differing_fields(access.space, spaces[space_id]) if space_id in spaces else ())
-        for space_id in found
-        if space_id != access.space_id
-    ]
-    return tuple(sorted(others, key=lambda other: (not other.fields, len(other.fields), other.space_id)))
-
-
-def _time(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

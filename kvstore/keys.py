@@ -207,12 +207,6 @@ class BlockName:
     index: int
 
 
-def named_by_key(key: BlockKey, token_digest: TokenDigest | None = None) -> BlockName:
-    """A name of which only the key (and the digest) is known: for questions about it."""
-    digest = TokenDigest(bytes(TOKEN_DIGEST_BYTES)) if token_digest is None else token_digest
-    return BlockName(key, BlockKey(bytes(KEY_BYTES)), digest, key, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class StateName:
     """How the store is asked for a state: ``position`` = tokens before it, ``tail_tokens`` beyond its parent block.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, Protocol
 
@@ -57,16 +57,6 @@ class Presence(IntEnum):
 
 _PRESENT = int(Presence.PRESENT)
 """As a plain number: comparing a column with a member takes four times as long."""
-_TELLING = (
-    Presence.NEVER,
-    Presence.UNREACHABLE,
-    Presence.EVICTED,
-    Presence.EXPIRED,
-    Presence.QUARANTINED,
-    Presence.PURGED,
-    Presence.PRESENT,
-)
-"""Of what several remember of one block, the last of these tells most."""
 
 
 class GetStatus(IntEnum):
@@ -254,13 +244,6 @@ class Sighting:
     other_spaces: tuple[SpaceId, ...]
     block: BlockInfo | None = None
     token_digest: TokenDigest | None = None
-
-
-def best_sighting(sightings: Sequence[Sighting]) -> Sighting:
-    """What several shards or nodes remember of one block, as one. At least one is given."""
-    best = max(sightings, key=lambda sighting: (_TELLING.index(sighting.presence), sighting.since_s))
-    others = sorted({space for sighting in sightings for space in sighting.other_spaces})
-    return replace(best, other_spaces=tuple(others))
 
 
 class Store(Protocol):

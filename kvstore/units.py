@@ -71,10 +71,14 @@ def parse_duration_s(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """A waiting time, possibly of a fraction of a second: ``250ms``, ``1.5s``, ``2m``; ValueError without a unit."""
+    """A waiting time, possibly of a fraction: ``250ms``, ``1.5s``, ``2m``, or ``1m30s``; ValueError without a unit."""
     match = _SECONDS.match(text.strip()) if len(text) <= _TEXT_MAX else None
     if match is None:
-        raise ValueError(f"{text[:_TEXT_MAX]!r} is not a waiting time: write a number and ms, s, m or h, such as 250ms")
+        try:
+            return float(parse_duration_s(text))
+        except ValueError as error:
+            shown = repr(text[:_TEXT_MAX])
+            raise ValueError(f"{shown} is not a waiting time: write it like 250ms, 30s or 1m30s") from error
     number, unit = match.groups()
     seconds = Fraction(number) * _WAIT_UNITS[unit]
     if seconds > DURATION_S_MAX:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
@@ -21,7 +22,7 @@ from kvstore.store import Clock, Effect, SystemClock
 from kvstore.units import parse_duration_s
 from retention import report
 from retention.forecast_cli import add_forecast
-from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption
+from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, WatchOption, YesOption
 from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
 from retention.plan_cli import add_plan
 from retention.planner import Totals, by_class, by_space
@@ -29,10 +30,20 @@ from retention.policy import parse_keep_for
 from retention.policy_cli import add_policy
 from retention.purge import match_space, parse_key
 from retention.purge_cli import add_purge
-from retention.session import EXIT_FAILED, EXIT_NOTHING, OpenStore, Session, Sessions, dry_hint, open_store
+from retention.session import (
+    EXIT_FAILED,
+    EXIT_NOTHING,
+    OpenStore,
+    Session,
+    Sessions,
+    confirm,
+    dry_hint,
+    open_store,
+)
 from retention.simulate import add_simulate
-from retention.survey import survey_nodes
+from retention.survey import Survey, ask_nodes, survey_nodes
 from retention.sweeper import SweepReport, sweep_loop, sweep_once
+from retention.watch import View, present
 
 HELP = "What is kept and for how long: see it, change it, and take things away."
 EXIT_CODES = (
@@ -52,9 +63,11 @@ SpaceOption = Annotated[str, typer.Option("--space", help="Space id in hex, or t
 KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY", help="Keys of blocks, 64 hex digits each.")]
 
 
-def build_app(open_store: OpenStore = open_store, clock: Clock | None = None) -> typer.Typer:
-    """The typer application; tests give it their own store and clock."""
-    sessions = Sessions(open_store, clock or SystemClock())
+def build_app(
+    open_store: OpenStore = open_store, clock: Clock | None = None, pause: Callable[[float], None] = time.sleep
+) -> typer.Typer:
+    """The typer application; tests give it their own store, clock, and pause between views."""
+    sessions = Sessions(open_store, clock or SystemClock(), pause)
     app = typer.Typer(no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None, add_completion=False)
     policy = typer.Typer(no_args_is_help=True, help="Read or change how long each traffic class keeps its blocks.")
     _add_show(app, sessions)
@@ -77,6 +90,7 @@ def _add_show(app: typer.Typer, sessions: Sessions) -> None:
     def show(
         by: Annotated[Grouping | None, typer.Option("--by", help="One row a class or space, not one a pair.")] = None,
         space: Annotated[str | None, typer.Option("--space", help="Only this space (id or first digits).")] = None,
+        watch: WatchOption = None,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "120s",
@@ -86,17 +100,13 @@ def _add_show(app: typer.Typer, sessions: Sessions) -> None:
 
         Blocks, bytes, the oldest and the next to expire; the nodes that did not answer are named.
         """
-        with sessions.open(store, token_file, deadline, as_json) as session:
-            with session.each_node() as nodes:
+        with sessions.open(store, token_file, deadline, as_json) as session, session.each_node() as nodes:
+
+            def look() -> View:
                 survey = survey_nodes(nodes, space=space, clock=session.clock, deadline_s=session.deadline_s)
-            facts = report.Facts(survey.policy.rules, survey.spaces)
-            rows = _rows(by, survey.totals)
-            empty = "no blocks are stored" + (" on the nodes that answered" if survey.nodes_failed else "")
-            session.show(
-                report.show_json(rows, facts, survey.nodes_failed),
-                report.usage_table(rows, facts, session.clock.now_s()) if rows else empty,
-            )
-            session.fail_for(survey.nodes_failed)
+                return _usage_view(survey, _rows(by, survey.totals), session.clock.now_s())
+
+            present(session, look, watch)
 
 
 def _add_sweep(app: typer.Typer, sessions: Sessions) -> None:
@@ -149,6 +159,7 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
         release_holds: Annotated[
             bool, typer.Option("--release-holds", help="Legal holds too; without, a hold refuses the command.")
         ] = False,
+        yes: YesOption = False,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "10s",
@@ -156,6 +167,8 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
     ) -> None:
         """Take pins away; the blocks keep their promises."""
         with sessions.open(store, token_file, deadline, as_json) as session:
+            if release_holds:
+                confirm(f"release every hold on {len(set(keys))} blocks?", yes=yes)
             home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
             count = unpin_blocks(
                 session.store, home, _keys(keys), owner=owner, holds=release_holds, deadline_s=session.deadline_s
@@ -164,20 +177,38 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
 
     @app.command()
     def pins(
+        watch: WatchOption = None,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "10s",
         as_json: JsonOption = False,
     ) -> None:
         """Every pin, with its owner, reason and end."""
-        with sessions.open(store, token_file, deadline, as_json) as session:
-            found = session.store.pins(deadline_s=session.deadline_s)
-            facts = session.facts()
-            table = report.pins_table(found, facts, session.clock.now_s())
-            session.show([report.pin_json(item) for item in found], table if found else "no block is pinned")
+        with sessions.open(store, token_file, deadline, as_json) as session, session.each_node() as nodes:
+
+            def look() -> View:
+                asked = ask_nodes(nodes, lambda node: node.pins(deadline_s=session.deadline_s))
+                found = list(dict.fromkeys(pin for answer in asked.answers.values() for pin in answer))
+                rows = [report.pin_json(item) for item in found]
+                if not found:
+                    return View(rows, ("no block is pinned",), asked.failed)
+                table = report.pins_table(found, session.facts(), session.clock.now_s())
+                return View(rows, (table,), asked.failed)
+
+            present(session, look, watch)
 
 
 # --- steps of commands ----------------------------------------------------------------------------------------------
+
+
+def _usage_view(survey: Survey, rows: list[tuple[Any, Any, Any]], now_s: float) -> View:
+    facts = report.Facts(survey.policy.rules, survey.spaces)
+    empty = "no blocks are stored" + (" on the nodes that answered" if survey.nodes_failed else "")
+    return View(
+        report.show_json(rows, facts, survey.nodes_failed),
+        (report.usage_table(rows, facts, now_s) if rows else empty, *report.unruled_lines(rows, facts)),
+        survey.nodes_failed,
+    )
 
 
 def _rows(by: Grouping | None, totals: Totals) -> list[tuple[Any, Any, Any]]:

@@ -15,10 +15,11 @@ from rich.table import Table
 
 from kvstore.promises import DAY_S, HOUR_S, RATIO_MAX, Outlook
 from kvstore.units import format_bytes_short, format_duration
+from kvstore.wording import span
 from retention.forecast import Mend, NodeForecast, Prospect, forecast_nodes
-from retention.options import DeadlineOption, JsonOption, StoreOption, TokenOption
-from retention.report import span
+from retention.options import DeadlineOption, JsonOption, StoreOption, TokenOption, WatchOption
 from retention.session import Sessions
+from retention.watch import View, present
 
 FORECAST_EPILOG = "Example: reprise retention forecast --window hour --store 127.0.0.1:7071 --store 127.0.0.1:7171"
 
@@ -38,6 +39,7 @@ def add_forecast(app: typer.Typer, sessions: Sessions) -> None:
     @app.command(epilog=FORECAST_EPILOG)
     def forecast(
         window: Annotated[Window, typer.Option(help="Go on as in the last hour, or day.")] = Window.DAY,
+        watch: WatchOption = None,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "10s",
@@ -48,13 +50,14 @@ def add_forecast(app: typer.Typer, sessions: Sessions) -> None:
         At the ingest of the last hour or day: when the first promise breaks, and what would mend it: bytes to add, or
         other promises. Each mend alone is enough.
         """
-        with sessions.open(store, token_file, deadline, as_json) as session:
-            with session.each_node() as nodes:
+        with sessions.open(store, token_file, deadline, as_json) as session, session.each_node() as nodes:
+
+            def look() -> View:
                 prospect = forecast_nodes(nodes, window_s=window.seconds, deadline_s=session.deadline_s)
-            session.show(
-                prospect_json(prospect, window), prospect_table(prospect, window), *prospect_lines(prospect, window)
-            )
-            session.fail_for(prospect.nodes_failed)
+                shown = (prospect_table(prospect, window), *prospect_lines(prospect, window))
+                return View(prospect_json(prospect, window), shown, prospect.nodes_failed)
+
+            present(session, look, watch)
 
 
 def prospect_json(prospect: Prospect, window: Window) -> dict[str, Any]:

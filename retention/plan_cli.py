@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from kvstore.units import DURATION_S_MAX, format_bytes_short, format_duration, parse_bytes
+from retention.options import BytesPerToken
 from retention.policy import parse_keep_for
 from retention.session import exit_codes, show
 from retention.sizing import (
@@ -42,7 +43,7 @@ def add_plan(app: typer.Typer) -> None:
     def plan(
         tokens_per_day: Annotated[float, typer.Option(help="Input tokens a day, hits included, like 155e12.")],
         hit: Annotated[float, typer.Option(help="Share of them that comes from the store, 0 to 1.")],
-        bytes_per_token: Annotated[float, typer.Option(help="Stored bytes a token: KV of the global layers.")],
+        bytes_per_token: BytesPerToken,
         keep: Annotated[str, typer.Option(help="How long, one a class: 3d,7d or agent=3d,chat=7d.")],
         share: Annotated[
             str | None, typer.Option(help="Share of what is stored, one a class: 0.7,0.3. [default: equal]")

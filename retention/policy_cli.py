@@ -33,6 +33,7 @@ from retention.policy import (
     replace_keep_for,
 )
 from retention.session import Session, Sessions, dry_hint
+from retention.survey import PolicySurvey, survey_policies
 
 VERSION_DIGITS_MAX = 9
 
@@ -53,13 +54,19 @@ def add_policy(app: typer.Typer, sessions: Sessions) -> None:
         as_json: JsonOption = False,
         toml: Annotated[bool, typer.Option("--toml", help="Print the policy as a document for `policy set`.")] = False,
     ) -> None:
-        """The policy in force."""
+        """The policy in force.
+
+        Nodes that have an older one are named: they catch up with the next change.
+        """
         with sessions.open(store, token_file, deadline, as_json) as session:
-            policy = session.store.policy(deadline_s=session.deadline_s)
+            known = _known(session)
+            policy = known.in_force
             if toml:
                 typer.echo(policy_text(policy.rules), nl=False)
             else:
-                session.show(report.policy_json(policy), report.policy_table(policy))
+                document = {**report.policy_json(policy), "nodes_behind": dict(known.behind)}
+                session.show(document, report.policy_table(policy), *report.behind_lines(known.behind))
+            session.fail_for(known.nodes_failed)
 
     @app.command("set")
     def set_(
@@ -123,8 +130,9 @@ def _add_reading(app: typer.Typer, sessions: Sessions) -> None:
         When each came into force, who changed it, and what.
         """
         with sessions.open(store, token_file, deadline, as_json) as session:
-            policies = session.store.policy_history(deadline_s=session.deadline_s)
-            session.show(report.history_json(policies), report.history_table(policies))
+            known = _known(session)
+            session.show(report.history_json(known.history), report.history_table(known.history))
+            session.fail_for(known.nodes_failed)
 
     @app.command()
     def diff(
@@ -143,17 +151,24 @@ def _add_reading(app: typer.Typer, sessions: Sessions) -> None:
         With one argument: what has changed since.
         """
         with sessions.open(store, token_file, deadline, as_json) as session:
-            policies = session.store.policy_history(deadline_s=session.deadline_s)
-            old = _rules_named(before, policies)
-            new = _rules_named(after, policies) if after is not None else policies[-1].rules
+            known = _known(session)
+            old = _rules_named(before, known.history)
+            new = _rules_named(after, known.history) if after is not None else known.in_force.rules
             changes = diff_policies(old, new)
             session.show(
                 {"changes": report.changes_json(changes)},
                 report.changes_table(changes) if changes else "no class differs",
             )
+            session.fail_for(known.nodes_failed)
 
 
 # --- steps of commands ----------------------------------------------------------------------------------------------
+
+
+def _known(session: Session) -> PolicySurvey:
+    """What the nodes that answer know of policies."""
+    with session.each_node() as nodes:
+        return survey_policies(nodes, deadline_s=session.deadline_s)
 
 
 def _version_in(policies: Sequence[Policy], version: int) -> Policy:

@@ -21,7 +21,7 @@ from kvstore.keys import Space, SpaceId
 from kvstore.purges import PURGE_KEYS_MAX, PurgeOrder
 from retention import report
 from retention.errors import NothingMatched, SelectionInvalid
-from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption
+from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, YesOption
 from retention.policy_cli import AuthorOption, me
 from retention.purge import (
     Purge,
@@ -35,7 +35,7 @@ from retention.purge import (
 )
 from retention.receipt import read_public_key, read_receipt, read_secret_key, sign_receipt, write_key
 from retention.scan import scan_blocks
-from retention.session import EXIT_FAILED, EXIT_LEFT, Session, Sessions, dry_hint, exit_codes
+from retention.session import EXIT_FAILED, EXIT_LEFT, Session, Sessions, confirm, dry_hint, exit_codes
 
 SpaceOption = Annotated[str | None, typer.Option("--space", help="Everything of one space (id or digits).")]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Every space of a tenant, by its name.")]
@@ -52,7 +52,7 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
         tenant: TenantOption = None,
         prefix: PrefixOption = None,
         apply: ApplyOption = False,
-        yes: Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")] = False,
+        yes: YesOption = False,
         proof: Annotated[
             Path | None, typer.Option("--proof", help="Erase every byte, and write a signed receipt to this file.")
         ] = None,
@@ -80,13 +80,13 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
             try:
                 if apply and proof is not None and sign_key is not None:
                     order = _order_of(session, space, tenant, prefix, author or me(), reason, overwrite=overwrite)
-                    _confirm(f"purge {len(order.spaces)} spaces to the last byte?", yes=yes)
+                    confirm(f"purge {len(order.spaces)} spaces to the last byte?", yes=yes)
                     _carry_out(session, order, proof, sign_key)
                     return
                 run = _purge_of(session, space, tenant, prefix)
                 if apply and not yes and sys.stdin.isatty():
                     typer.echo(report.purge_line(run(False)), err=True)
-                    _confirm("purge for good?", yes=yes)
+                    confirm("purge for good?", yes=yes)
                 result = run(apply)
             except NothingMatched:
                 session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=prefix is None)))
@@ -101,6 +101,7 @@ def _add_receipts(app: typer.Typer, sessions: Sessions) -> None:
     def resume(
         receipt: Annotated[Path, typer.Argument(help="Receipt of a purge that some node has not carried out.")],
         sign_key: SignOption = None,
+        yes: YesOption = False,
         store: StoreOption = None,
         token_file: TokenOption = None,
         deadline: DeadlineOption = "120s",
@@ -113,7 +114,9 @@ def _add_receipts(app: typer.Typer, sessions: Sessions) -> None:
         if sign_key is None:
             raise typer.BadParameter("--sign-key FILE is needed: the receipt is signed anew")
         with sessions.open(store, token_file, deadline, as_json) as session:
-            _carry_out(session, read_receipt(receipt).order, receipt, sign_key)
+            order = read_receipt(receipt).order
+            confirm(f"purge {len(order.spaces)} spaces to the last byte, where that is not done yet?", yes=yes)
+            _carry_out(session, order, receipt, sign_key)
 
     @app.command()
     def verify(
@@ -150,12 +153,6 @@ def _add_receipts(app: typer.Typer, sessions: Sessions) -> None:
         """Make a key that signs receipts."""
         with exit_codes():
             typer.echo(f"secret key {file}, public key {write_key(file)}")
-
-
-def _confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal; nobody is there to answer elsewhere."""
-    if not yes and sys.stdin.isatty():
-        typer.confirm(question, abort=True, err=True)
 
 
 def _known_spaces(session: Session) -> dict[SpaceId, Space]:

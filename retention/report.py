@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvstore.purges import ByNode, Leftovers, leftovers_to_json, order_to_json, 
 from kvstore.store import Effect, Pin, Policy
 from kvstore.traffic import ClassRule, ClassRules
 from kvstore.units import format_bytes, format_bytes_short, format_duration
+from kvstore.wording import printable, span, utc
 from retention.planner import UNTOUCHED, Usage
 from retention.policy import ClassChange, diff_policies
 from retention.purge import Purge
@@ -38,6 +38,10 @@ class Facts:
 
     def class_name(self, class_byte: int) -> str:
         return "untouched" if class_byte == UNTOUCHED else self.rules.name_of(class_byte)
+
+    def is_ruled(self, class_byte: int) -> bool:
+        """Whether a rule names the class; else its blocks are kept at the longest promise of all."""
+        return self.rules.by_byte(class_byte) is not None
 
     def space_name(self, space_id: SpaceId) -> str:
         """Short id, model, and a mark for a tenant's own space."""
@@ -63,6 +67,7 @@ def usage_json(class_byte: int | None, space_id: SpaceId | None, usage: Usage, f
     space = facts.spaces.get(space_id) if space_id else None
     return {
         "class": None if class_byte is None else facts.class_name(class_byte),
+        "ruled": facts.is_ruled(class_byte) if class_byte else None,
         "space": space_id.hex() if space_id else None,
         "model": space.model if space else None,
         "blocks": usage.blocks,
@@ -197,6 +202,15 @@ def usage_table(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts:
     return table
 
 
+def unruled_lines(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts) -> list[str]:
+    """One line for each class of ``show`` that the policy does not name."""
+    return [
+        f"no rule of the policy names {facts.class_name(class_byte)}: its blocks are kept at the longest promise of all"
+        for class_byte in sorted({class_byte for class_byte, _, _ in rows if class_byte})
+        if not facts.is_ruled(class_byte)
+    ]
+
+
 def policy_table(policy: Policy) -> Table:
     table = Table(title=f"policy, version {policy.version}")
     for heading in ("class", "byte", "keep for", "keep", "priority", "floor", "codec", "admission", "write budget"):
@@ -222,14 +236,6 @@ def history_table(policies: Sequence[Policy]) -> Table:
         if not changes:
             table.add_row(*head, "-", "the first that is remembered" if before is None else "no class", "", "")
     return table
-
-
-def utc(time_s: int) -> str:
-    """A time since the epoch for reading, like 2026-11-30 08:15:02Z; one beyond the calendar as its number."""
-    try:
-        return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%SZ}"
-    except (OverflowError, OSError, ValueError):
-        return f"{time_s} s"
 
 
 def changes_table(changes: Iterable[ClassChange]) -> Table:
@@ -330,21 +336,17 @@ def _policy_versions(receipt: Receipt) -> str:
     return "version " + ", ".join(map(str, versions)) if versions else "unknown"
 
 
+def behind_lines(nodes_behind: Mapping[str, int]) -> list[str]:
+    """One line for each node that has an older policy."""
+    return [
+        f"node {name} is at version {version}: it catches up with the next change"
+        for name, version in sorted(nodes_behind.items())
+    ]
+
+
 def failed_lines(nodes_failed: Mapping[str, str] | None) -> list[str]:
     """One line for each node that did not answer."""
     return [f"node {name} did not answer: {error}" for name, error in sorted((nodes_failed or {}).items())]
-
-
-def printable(text: str) -> str:
-    """Names come from other people: what could steer a terminal is shown as a mark."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
-def span(seconds: float) -> str:
-    """A duration in its two largest units, for reading: 2d23h, 5m1s."""
-    whole = max(0, int(seconds))
-    grain = 3600 if whole >= 86_400 else 60 if whole >= 3600 else 1
-    return format_duration(whole - whole % grain)
 
 
 def _blocks(count: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Session:
     open_store: Callable[[Sequence[str]], Store]
     addresses: tuple[str, ...]
     clock: Clock
+    pause: Callable[[float], None]
     deadline_s: float
     as_json: bool
 
@@ -95,6 +97,7 @@ class Sessions:
 
     open_store: OpenStore
     clock: Clock
+    pause: Callable[[float], None] = time.sleep
 
     @contextmanager
     def open(
@@ -113,9 +116,15 @@ class Sessions:
 
             store = connect(addresses)
             try:
-                yield Session(store, connect, tuple(addresses), self.clock, deadline_s, as_json)
+                yield Session(store, connect, tuple(addresses), self.clock, self.pause, deadline_s, as_json)
             finally:
                 store.close()
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal, and end with 1 unless the answer is yes; nobody is there to answer elsewhere."""
+    if not yes and sys.stdin.isatty():
+        typer.confirm(question, abort=True, err=True)
 
 
 def dry_hint(applied: bool) -> tuple[str, ...]:
@@ -128,10 +137,14 @@ def show(document: Any, *renderables: Any, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, sort_keys=True))
         return
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    console = console_for_people()
     for renderable in renderables:
         console.print(renderable)
+
+
+def console_for_people() -> Console:
+    """Where tables go: a terminal as wide as it is, or something else."""
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, markup=False, highlight=False, emoji=False)
 
 
 @contextmanager

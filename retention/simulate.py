@@ -35,6 +35,7 @@ from retention.curve import (
     write_csv,
 )
 from retention.errors import TraceInvalid
+from retention.options import BytesPerToken
 from retention.policy import load_class_rules, parse_keep_for, replace_keep_for
 from retention.replay import Setting, replay
 from retention.session import exit_codes, show
@@ -60,7 +61,7 @@ def add_simulate(app: typer.Typer) -> None:
                 metavar="TRACE", help="JSON lines, gzipped or not: a public trace or the gateway's log; or CLASS=TRACE."
             ),
         ],
-        bytes_per_token: Annotated[float, typer.Option(help="Stored bytes a token: KV of the global layers.")],
+        bytes_per_token: BytesPerToken,
         policy: Annotated[
             Path | None, typer.Option(help="Policy document (TOML). [default: the default policy]")
         ] = None,

@@ -54,6 +54,7 @@ from kvstore.limits import (
 )
 from kvstore.promises import promise_stats
 from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport
+from kvstore.sightings import best_sighting
 from kvstore.store import (
     BlockInfo,
     BlockPut,
@@ -67,7 +68,6 @@ from kvstore.store import (
     Presence,
     PutOutcome,
     Sighting,
-    best_sighting,
 )
 from kvstore.traffic import ClassRules, TrafficClass
 from kvstore.wire import PackedNames, PutAck

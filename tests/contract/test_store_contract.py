@@ -14,8 +14,9 @@ import xxhash
 
 from kvstore import limits
 from kvstore.errors import PolicyConflict, SpaceUnknown
-from kvstore.keys import BlockName, Space, SpaceId, TokenChain, TokenDigest, named_by_key, space_id, tenant_salt
+from kvstore.keys import BlockName, Space, SpaceId, TokenChain, TokenDigest, space_id, tenant_salt
 from kvstore.purges import PurgeOrder, digest_of_keys
+from kvstore.sightings import named_by_key
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules

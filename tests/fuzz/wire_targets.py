@@ -214,7 +214,7 @@ def control_seeds() -> list[bytes]:
         "sweep": {"apply": False},
         "purge": {"order": order_to_json(ORDER)},
         "leftovers": {"order": order_to_json(ORDER), "until_s": 0},
-        "sight": {"space_id": space, "names": [name]},
+        "sight": {"space_id": space, "names": [name], "blocks": True},
         "report_corrupt": {"space_id": space, "name": name},
         "stats": {},
     }

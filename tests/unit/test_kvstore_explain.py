@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli import records_of
 from kvstore.explain import CAUSES, Explanation, explain, read_access
+from kvstore.explain_cli import records_of
 from kvstore.keys import encode_space, space_id
 from kvstore.store import Presence, Sighting
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space

@@ -81,7 +81,8 @@ def test_bad_durations_say_what_is_wrong(text: str, says: str) -> None:
 
 def test_waiting_times() -> None:
     assert [parse_seconds(text) for text in ("250ms", "1.5s", "2m", "1h")] == [0.25, 1.5, 120.0, 3600.0]
-    for bad in ("250", "1d", "-1s", "ms", "1.5.1s"):
+    assert [parse_seconds(text) for text in ("1d", "1m30s", "3d12h")] == [86_400.0, 90.0, 302_400.0]
+    for bad in ("250", "-1s", "ms", "1.5.1s", "30s1m", "1s500ms", "1m30"):
         with pytest.raises(ValueError, match="waiting time"):
             parse_seconds(bad)
 

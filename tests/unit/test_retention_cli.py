@@ -155,7 +155,7 @@ class Down(MemoryStore):
     def spaces(self, **options: Any) -> Any:
         raise Unavailable("connection refused")
 
-    scan = policy = pins = sweep = stats = set_policy = spaces  # type: ignore[assignment]
+    scan = policy = policy_history = pins = sweep = stats = set_policy = spaces  # type: ignore[assignment]
 
 
 def test_show_names_a_node_that_is_down_and_shows_the_others(shop: Filled) -> None:
