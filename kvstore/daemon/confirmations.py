@@ -45,10 +45,15 @@ class Confirmations:
         except OSError as error:
             self._ledger.counters.write_errors += 1
             log.error("flush_failed problem=%r", error)
-        with self._ledger.changing():
+        with self._ledger.lock:
             volatile = self._volatile(space_id, keys)
             for _, place in volatile:
-                self._ledger.quarantine(place, now_s)
+                place.segment.leases += 1  # not recycled before it is marked, beside lookups
+        try:
+            self._ledger.quarantine([place for _, place in volatile], now_s)
+        finally:
+            for _, place in volatile:
+                self._ledger.give_back(place)
         return {at for at, _ in volatile}
 
     def _volatile(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> list[tuple[int, Place]]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import extents
+from kvstore.capacity import FIRST_RECORD
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.headers import are_whole, headers_in, rows_of
@@ -400,16 +401,14 @@ class Ledger:
     def forget_one(self, slot: int, reason: Presence, when_s: int) -> None:
         self.forget(np.array([slot]), np.array([reason], dtype=np.uint8), when_s)
 
-    def quarantine(self, place: Place, now_s: int) -> bool:
-        """Stop serving a record that failed verification; the caller holds a lease. False if it had
-        moved on already.
-        """
-        if not self.is_at(place):
-            return False
-        self.counters.quarantined += 1
-        self.bury([place], Mark(MarkReason.QUARANTINED, now_s))
-        log.error("block_quarantined segment=%d offset=%d", place.segment.number, place.offset)
-        return True
+    def quarantine(self, places: Sequence[Place], now_s: int) -> bool:
+        """Stop serving records that failed verification; the caller holds leases. False if all had moved on already."""
+        here = [place for place in places if self.is_at(place)]
+        self.counters.quarantined += len(here)
+        self.bury(here, Mark(MarkReason.QUARANTINED, now_s))
+        for place in here:
+            log.error("block_quarantined segment=%d offset=%d", place.segment.number, place.offset)
+        return bool(here)
 
     def bury(self, places: Sequence[Place], mark: Mark) -> list[Place]:
         """Make records dead on disk, durably, and then forget their rows: else a power loss may take back a mark and
@@ -515,22 +514,31 @@ class Ledger:
     def content(self) -> Iterator[IndexBatch]:
         """The whole ledger as index batches; the last one carries extents and the count.
 
-        A row whose record cannot be read any more is dropped: its block would be a miss. Raises OSError.
+        A row whose record cannot be read any more is dropped: its block would be a miss. If not even a mark can be
+        written, the row stays in memory alone, and the count makes the next start look through the segments.
         """
         blocks = 0
+        extents: dict[int, Extent] = {}
         for segment in list(self.segments.segments.values()):
             slots = self.presence.in_segment(segment.number)
+            extents[segment.number] = Extent(segment.header.generation, self._end_of(slots))
             for begin in range(0, len(slots), _PAGE):
                 page = slots[begin : begin + _PAGE]
                 rows, bad = self._rows_at(segment, page)
-                for slot in page[bad].tolist():
-                    self._drop_unreadable(slot)
+                self._drop_unreadable(page[bad])
                 blocks += len(rows)
                 yield IndexBatch(rows=rows, blocks=blocks)
         buried = list(self.presence.tombstones.items())
         for begin in range(0, len(buried), _PAGE):
             yield IndexBatch(tombstones=dict(buried[begin : begin + _PAGE]), blocks=blocks)
-        yield IndexBatch(extents=self.extents(), blocks=blocks)
+        yield IndexBatch(extents=extents, blocks=len(self.presence))
+
+    def _end_of(self, slots: Slots) -> int:
+        """Where the records of some rows of a segment end. What lies beyond may be written and not counted yet: should
+        the process die now, the next start finds it.
+        """
+        ends = self.presence.offsets_of(slots).astype(np.int64) + self.presence.record_bytes_of(slots)
+        return int(ends.max(initial=FIRST_RECORD))
 
     def _rows_at(self, segment: Segment, slots: Slots) -> tuple[Rows, npt.NDArray[np.bool_]]:
         """Index rows of some slots of a segment, from their records; and which slots have none."""
@@ -549,19 +557,13 @@ class Ledger:
         self.presence.write_touches(rows, slots[good])
         return rows, ~good
 
-    def _drop_unreadable(self, slot: int) -> None:
-        self.counters.corrupt += 1
-        with self.changing():
-            if self.events.recording:
-                self.events.lost()
-            fingerprint = self.presence.fingerprints_of(np.array([slot]))
-            self.presence.remove(np.array([slot]))
-            self.presence.tombstones.bury(fingerprint, np.array([Presence.QUARANTINED], dtype=np.uint8), 0)
-
-    def extents(self) -> dict[int, Extent]:
-        return {
-            number: Extent(segment.header.generation, segment.end) for number, segment in self.segments.segments.items()
-        }
+    def _drop_unreadable(self, slots: Slots) -> None:
+        """The journal is held, so that nothing is recycled meanwhile."""
+        self.counters.corrupt += len(slots)
+        if len(slots) and self.events.recording:
+            self.events.lost()
+        places = [place for slot in slots.tolist() if (place := self.place(slot)) is not None]
+        self.bury(places, Mark(MarkReason.QUARANTINED, 0))
 
     def _write(self, batch: IndexBatch) -> None:
         """A removal or touch that the index refuses stays in memory, from which the index is mended; should the process

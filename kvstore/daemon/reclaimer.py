@@ -292,7 +292,7 @@ class Reclaimer:
             if mark is not None or fingerprint_of(header.key) != place.fingerprint:
                 raise RecordDamaged("the record is dead or another")
         except RecordDamaged:
-            self._ledger.quarantine(place, now_s)
+            self._ledger.quarantine([place], now_s)
             return []
         target = self._target(segment.header.class_byte, day, header.record_bytes, now_s)
         if target is None:

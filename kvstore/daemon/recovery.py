@@ -159,9 +159,9 @@ class _Recovery:
                 continue
             if step.payload_ok is False:
                 self.found.damaged += 1
-                _mark_dead(segment, step.offset, Mark(MarkReason.QUARANTINED, self._now_s))
-                self._bury(entries_of([step.header]), Presence.QUARANTINED)
-                continue
+                if _mark_dead(segment, step.offset, Mark(MarkReason.QUARANTINED, self._now_s)):
+                    self._bury(entries_of([step.header]), Presence.QUARANTINED)
+                    continue
             headers.append(step.header)
         for at in range(0, len(headers), _PAGE):
             self._take(entries_of(headers[at : at + _PAGE]))
@@ -292,8 +292,9 @@ def _lives(segment: Segment, offset: int) -> bool:
     return mark is None and segment.is_whole(header)
 
 
-def _mark_dead(segment: Segment, offset: int, mark: Mark) -> None:
-    """Best effort, on disk before the index forgets the record; a start must not fail on one bad sector.
+def _mark_dead(segment: Segment, offset: int, mark: Mark) -> bool:
+    """Best effort, on disk before the index forgets the record; a start must not fail on one bad sector. False if the
+    disk did not take the mark: the record is to be found by a deletion, though whoever reads it finds that it is bad.
 
     A record that is dead keeps the mark that says why.
     """
@@ -307,3 +308,5 @@ def _mark_dead(segment: Segment, offset: int, mark: Mark) -> None:
         segment.sync(if_dirty=True)
     except OSError as error:
         log.error("record_not_marked segment=%d offset=%d problem=%r", segment.number, offset, error)
+        return False
+    return True

@@ -578,7 +578,7 @@ class Shard:
         if isinstance(error, RecordDead) and error.mark.reason is not MarkReason.DAMAGED:
             self._ledger.forget_dead(place, error.mark)
             return GetStatus.MISS
-        if not self._ledger.quarantine(place, int(now_s)):
+        if not self._ledger.quarantine([place], int(now_s)):
             return GetStatus.MISS
         log.error("read_failed segment=%d offset=%d problem=%s", place.segment.number, place.offset, error)
         if isinstance(error, OSError):

@@ -187,3 +187,36 @@ def test_a_move_that_failed_leaves_no_copy_that_a_deletion_does_not_find(bench: 
     bench.node.unpin(bench.space, [name.key for name in bench.names])
     assert bench.delete() == 4
     bench.assert_gone_for_good()
+
+
+def test_a_damaged_record_that_a_start_cannot_mark_is_found_by_a_deletion(bench: Bench) -> None:
+    """The damage was one of reading, and passes; the disk took no mark meanwhile."""
+    whole = bench.first_segment.read_bytes()
+    bench.node.abandon()
+    shutil.rmtree(bench.volume / "index")
+    damaged = bytearray(whole)
+    damaged[4096 + 256 + SIZE // 2] ^= 1
+    bench.first_segment.write_bytes(damaged)
+    bench.files.errors = {"pwritev": errno.EIO}
+    bench.files.only = bench.first_segment.name
+    bench.node = open_node(bench.path, bench.clock, files=bench.files)
+    assert [bench.read(name) for name in bench.names] == [GetStatus.CORRUPT, *[GetStatus.OK] * 3]
+    bench.first_segment.write_bytes(whole)
+    bench.files.errors.clear()
+    assert bench.delete() == 4
+    bench.assert_gone_for_good()
+
+
+def test_records_that_could_not_be_read_when_the_index_was_made_anew_are_found_by_a_deletion(bench: Bench) -> None:
+    """Their rows cannot be written, nor their marks; the disk is well again afterwards."""
+    shard = bench.node._shards[0]
+    shard._ledger.index.refusing = True
+    bench.files.errors = {"preadv": errno.EIO, "pwritev": errno.EIO}
+    bench.node.touch(bench.space, bench.names, traffic_class=AGENT)
+    assert not shard._ledger.index.refusing
+    bench.files.errors.clear()
+    assert {bench.read(name) for name in bench.names} == {GetStatus.MISS}
+    bench.reopen()
+    assert {bench.read(name) for name in bench.names} == {GetStatus.OK}
+    assert bench.delete() == 4
+    bench.assert_gone_for_good()
