@@ -151,9 +151,10 @@ def incoming(blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[in
     if checksums is None:
         sure.update(at for at, payload in enumerate(stored) if isinstance(payload, bytes))
     for at, payload in enumerate(stored if codec_name != "none" else ()):
-        codecs[at], packed = compress(codec_name, payload)
-        if packed is not payload:
-            if checksum_of(payload) != taken[at]:
+        private = bytes(payload)  # what is verified must be what is compressed, and others may write to the payload
+        codecs[at], packed = compress(codec_name, private)
+        if packed is not private:
+            if checksum_of(private) != taken[at]:
                 altered.add(at)
             stored[at], taken[at] = packed, checksum_of(packed)
             sure.add(at)

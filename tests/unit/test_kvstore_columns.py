@@ -8,10 +8,12 @@ import pytest
 import xxhash
 
 from kvstore import wire
+from kvstore.daemon import columns
 from kvstore.daemon.checks import check_put
+from kvstore.daemon.codec import Codec, compress, decompress
 from kvstore.daemon.columns import Arrived, incoming
 from kvstore.keys import SpaceId
-from kvstore.store import FLAG_APPROXIMATE, BlockPut
+from kvstore.store import FLAG_APPROXIMATE, BlockPut, Buffer
 from kvstore.traffic import AGENT
 from tests.support.spaces import a_chain
 
@@ -70,3 +72,28 @@ def test_unknown_flags_of_any_block_that_came_are_refused() -> None:
     with pytest.raises(ValueError, match="0x40"):
         check_put(arrived(puts, checksums), AGENT, "os", checksums)
     check_put(arrived([], []), AGENT, "os", [])
+
+
+@pytest.mark.parametrize("checksums_given", [True, False])
+def test_bytes_that_change_while_they_are_compressed_are_not_compressed(
+    monkeypatch: pytest.MonkeyPatch, checksums_given: bool
+) -> None:
+    """A payload in shared memory is another for the moment of compressing, and what it was before and afterwards: what
+    is stored is what was verified.
+    """
+    submitted, other = bytes(range(100)) * 50, bytes(5000)
+    memory = bytearray(submitted)
+
+    def compress_amid_changes(codec_name: str, payload: Buffer) -> tuple[Codec, Buffer]:
+        memory[:] = other
+        packed = compress(codec_name, payload)
+        memory[:] = submitted
+        return packed
+
+    monkeypatch.setattr(columns, "compress", compress_amid_changes)
+    put = BlockPut(a_chain(SPACE, 1).names[0], 1, memoryview(memory))
+    came = incoming([put], "zstd", [xxhash.xxh3_64_intdigest(submitted)] if checksums_given else None)
+    assert came.rows["codec"].tolist() == [Codec.ZSTD]
+    assert not came.altered
+    assert decompress(Codec.ZSTD, came.stored[0], len(submitted)) == submitted
+    assert came.rows["checksum"].tolist() == [xxhash.xxh3_64_intdigest(came.stored[0])]
