@@ -75,15 +75,24 @@ class Purger:
             self._busy.release()
 
     def resume(self) -> int:
-        """Carry out what was left; how many orders that was. Raises StoreError."""
+        """Carry out what was left; how many orders that was. Raises a StoreError once each was tried: one that cannot
+        be carried out now keeps no other waiting.
+        """
         count = 0
+        failure: StoreError | None = None
         end_s = time.monotonic() + RESUME_S_MAX
         with self._busy:
             for order, report in self._orders():
-                if not report.done:
-                    log.info("purge_resumed id=%s", order.purge_id)
+                if report.done:
+                    continue
+                log.info("purge_resumed id=%s", order.purge_id)
+                try:
                     self._carry_out(order, end_s)
                     count += 1
+                except StoreError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
         return count
 
     def leftovers(self, order: PurgeOrder, until_s: int) -> Leftovers:

@@ -32,7 +32,7 @@ _READ_BYTES = MIB
 class Condemned:
     """What is to leave no byte: everything of some spaces, or only these keys of theirs (``keys`` not None).
 
-    ``until_s``: written then or earlier; later ones are somebody's new blocks.
+    ``until_s``: written then or earlier; later ones that are served are somebody's new blocks.
     """
 
     spaces: frozenset[SpaceId]
@@ -125,7 +125,7 @@ def _erase_one(
     for step in _records(segment):
         if step.header is None:
             found.unreadable += 1
-        elif _is_condemned(step.header, condemned):
+        elif _is_condemned(step.header, condemned) or _is_refuse(ledger, segment, step, condemned):
             found.living += step.mark is None
             found.dead += step.mark is not None
             if step.mark is None:
@@ -141,13 +141,28 @@ def _erase_one(
     return found
 
 
+def _is_refuse(ledger: Ledger, segment: Segment, step: Scanned, condemned: Condemned) -> bool:
+    """Whether a record is of what is condemned, though its time says that it is newer, and nobody is served it: it was
+    deleted, or no row names it. It was written when the clock was ahead.
+    """
+    header = step.header
+    if header is None or not condemned.names(header.space_id, header.key, 0):
+        return False
+    return step.mark is not None or not _is_named(ledger, segment, header)
+
+
+def _is_named(ledger: Ledger, segment: Segment, header: RecordHeader) -> bool:
+    with ledger.lock:
+        slot = ledger.presence.slot(header.key)
+        place = ledger.place(slot) if slot >= 0 else None
+        return place is not None and place.segment is segment and place.offset == header.offset
+
+
 def _forget(ledger: Ledger, segment: Segment, header: RecordHeader, when_s: int) -> None:
     """Forget a living record before it is erased: one that was put since the deletion, or that no row named."""
     with ledger.changing():
-        slot = ledger.presence.slot(header.key)
-        place = ledger.place(slot) if slot >= 0 else None
-        if place is not None and place.segment is segment and place.offset == header.offset:
-            ledger.forget_one(slot, Presence.PURGED, when_s)
+        if _is_named(ledger, segment, header):
+            ledger.forget_one(ledger.presence.slot(header.key), Presence.PURGED, when_s)
 
 
 def _renew_index(ledger: Ledger) -> None:

@@ -220,3 +220,46 @@ def test_wrong_orders_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"purge|key|reason"):
             replace(good, **changes)  # type: ignore[arg-type]
+
+
+def test_blocks_written_while_the_clock_was_ahead_leave_no_byte_either(tmp_path: Path) -> None:
+    """A clock that was set back: the records say that they are newer than the order, living and dead ones. What is put
+    after the order was carried out stays.
+    """
+    clock = ManualClock()
+    node = open_node(tmp_path, clock)
+    space = node.register_space(ACME)
+    clock.advance(2 * DAY_S)
+    names = restless(node, clock, space)
+    clock._now_s -= 20 * DAY_S
+    assert node.purge(order_of(space)).answers[""].done
+    assert found_on_disk(tmp_path, traces_of(space, names, ACME.tenant_salt or b"")) == 0
+    node.register_space(ACME)
+    clock._now_s += 20 * DAY_S
+    later = chain_of(node, space, 3, seed=9)
+    clock._now_s -= 20 * DAY_S
+    other = replace(order_of(space, keys=tuple(names[:3])), purge_id="cd" * 16)
+    assert node.purge(other).answers[""].done
+    assert [read(node, space, name, SIZE)[0] for name in later] == [GetStatus.OK] * 3
+    node.close()
+    assert check(tmp_path / "volume-0").clean
+
+
+def test_an_order_that_a_hold_stops_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """Two orders are left by a process that was killed; meanwhile the blocks of the first came under a hold."""
+    node = open_node(tmp_path, ManualClock())
+    space, other = node.register_space(ACME), node.register_space(OTHER)
+    held, free = chain_of(node, space, 3, seed=1), chain_of(node, other, 3, seed=2)
+    orders = [order_of(space), replace(order_of(other), purge_id="cd" * 16)]
+    for order in orders:
+        node._catalog.note_purge(order, node._purger._begun(order))
+    node.pin([Pin(space, held[0].key, "court", "case 7", hold=True)])
+    node.close()
+    node = open_node(tmp_path, ManualClock())
+    assert [report.done for _, report in node.purges()] == [False, True]
+    assert [read(node, space, name, SIZE)[0] for name in held] == [GetStatus.OK] * 3
+    assert node.lookup(other, free).presence.tolist() == [Presence.PURGED] * 3
+    node.unpin(space, [held[0].key], holds=True)
+    node._keep_up()
+    assert [report.done for _, report in node.purges()] == [True, True]
+    node.close()
