@@ -131,7 +131,11 @@ class Node:
         shards, catalog = opened.shards, opened.catalog
         states = StatePool(config.state_pool_bytes, config.state_ttl_s, clock)
         node = cls(config, clock, shards, catalog, states, events)
-        resume_left(node._purger)
+        try:
+            resume_left(node._purger)
+        except BaseException:
+            node.abandon()
+            raise
         if config.background:
             for shard in shards:
                 shard.seal_in_background()
@@ -589,12 +593,10 @@ class Node:
     def _delete(self, space_id: SpaceId, keys: list[BlockKey] | None, deadline_s: float) -> int:
         end_s = time.monotonic() + deadline_s
         now_s = int(self._clock.now_s())
-        self._pinboard.check_free(space_id, keys)
-        count = sum(
-            self._on_each(lambda shard: shard.delete(space_id, keys, now_s, max(0.0, end_s - time.monotonic())))
-        )
-        self._pinboard.forget(space_id, keys)
-        return count
+        with self._pinboard.removing(space_id, keys):
+            return sum(
+                self._on_each(lambda shard: shard.delete(space_id, keys, now_s, max(0.0, end_s - time.monotonic())))
+            )
 
     def _on_each(self, work: Callable[[Shard], T]) -> list[T]:
         """What every shard gives. Raises the first ``StoreError``, after all were tried."""

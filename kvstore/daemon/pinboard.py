@@ -2,13 +2,15 @@
 
 Owns the pins of the catalog, their quota and what a hold forbids. Does not know what eviction is: shards are told the
 ends. Invariants: several may hold one block, each with a pin of its own, and the block stays until the last lets go;
-nothing removes a block under a legal hold, nor the hold, unless it is asked to in so many words.
+nothing removes a block under a legal hold, nor the hold, unless it is asked to in so many words; a hold is not
+acknowledged on a block that is being removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.daemon.catalog import Catalog, PinPlace
 from kvstore.daemon.presence import FOREVER_S
@@ -19,6 +21,9 @@ from kvstore.store import Clock, Pin
 from kvstore.units import format_bytes
 
 SHOWN_MAX = 3
+
+Removal = tuple[SpaceId, frozenset[BlockKey] | None]
+"""A space, and the keys of it that are being removed; None: all of it."""
 
 
 class PinBoard:
@@ -32,13 +37,14 @@ class PinBoard:
         self._lock = lock
         self._clock = clock
         self._quota_bytes = quota_bytes
+        self._removals: list[Removal] = []
 
     def pin(self, pins: Sequence[Pin]) -> int:
         """Pin what is served now; how many blocks that is. Raises QuotaExceeded, Held; nothing has changed then."""
         now_s = self._clock.now_s()
         with self._lock:
             current = self._catalog.content.pins
-            found = [pin for pin in pins if self._is_alive(pin, now_s)]
+            found = [pin for pin in pins if self._is_alive(pin, now_s) and not self._is_going(pin)]
             for pin in found:
                 before = current.get(place_of(pin))
                 if before is not None and before.hold and not pin.hold:
@@ -85,15 +91,23 @@ class PinBoard:
             and (pin.until_s == 0 or pin.until_s > now_s)
         )
 
-    def forget(self, space_id: SpaceId, keys: Collection[BlockKey] | None) -> None:
-        """Drop the pins of blocks that were removed."""
-        wanted = None if keys is None else set(keys)
+    @contextlib.contextmanager
+    def removing(self, space_id: SpaceId, keys: Collection[BlockKey] | None) -> Iterator[None]:
+        """While blocks are removed: nobody pins them any more, and their pins go when it was done. Raises Held."""
+        removal = (space_id, None if keys is None else frozenset(keys))
         with self._lock:
-            self._drop(
-                place
-                for place in self._catalog.content.pins
-                if place[0] == space_id and (wanted is None or place[1] in wanted)
-            )
+            self.check_free(space_id, keys)
+            self._removals.append(removal)
+        try:
+            yield
+            with self._lock:
+                self._drop(place for place in self._catalog.content.pins if _is_in(removal, place[0], place[1]))
+        finally:
+            with self._lock:
+                self._removals.remove(removal)
+
+    def _is_going(self, pin: Pin) -> bool:
+        return any(_is_in(removal, pin.space_id, pin.key) for removal in self._removals)
 
     def _is_alive(self, pin: Pin, now_s: float) -> bool:
         return any(shard.alive_keys(pin.space_id, [pin.key], now_s) for shard in self._shards)
@@ -131,6 +145,10 @@ class PinBoard:
 
 def place_of(pin: Pin) -> PinPlace:
     return pin.space_id, pin.key, pin.owner
+
+
+def _is_in(removal: Removal, space_id: SpaceId, key: BlockKey) -> bool:
+    return removal[0] == space_id and (removal[1] is None or key in removal[1])
 
 
 def pin_ends(pins: Mapping[PinPlace, Pin]) -> Pins:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,3 +123,25 @@ def test_a_hold_survives_a_restart(bench: Bench) -> None:
     with pytest.raises(Held):
         bench.node.delete_space(bench.space)
     assert replace(bench.node.pins()[0], hold=False).owner == "court"
+
+
+@pytest.mark.parametrize("whole_space", [True, False])
+def test_a_hold_is_not_acknowledged_on_a_block_that_is_being_removed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, whole_space: bool
+) -> None:
+    """It comes when the deletion has found no hold, and before the block is gone; afterwards nothing is left of it."""
+    shard, counts = bench.node._shards[0], []
+    delete = shard.delete
+
+    def hold_first(*args: Any) -> int:
+        counts.append(bench.pin(range(3), "court", hold=True))
+        return delete(*args)
+
+    monkeypatch.setattr(shard, "delete", hold_first)
+    if whole_space:
+        assert bench.node.delete_space(bench.space) == 10
+    else:
+        assert bench.node.delete(bench.space, [name.key for name in bench.names[:2]]) == 2
+    assert counts == [0 if whole_space else 1]
+    assert bench.present() == ([] if whole_space else list(range(2, 10)))
+    assert len(bench.node.pins()) == counts[0]
