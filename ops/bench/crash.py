@@ -160,6 +160,7 @@ class _KillRig:
                 self._report.kills[self._daemons.kill(self._folder, pid)] += 1
                 stop.set()
         judge_fsck(check(self._folder / "data"), self._book)
+        self._book.judge_files(self._folder / "data" / "segments")
         if disk_bytes(self._folder / "data") > CAPACITY_BYTES:
             self._book.accuse("unbalanced", f"{disk_bytes(self._folder / 'data')} bytes on disk")
 
@@ -212,6 +213,7 @@ class _KillRig:
             self._daemons.stop(pid)
         report = check(self._folder / "data")
         judge_fsck(report, self._book)
+        self._book.judge_files(self._folder / "data" / "segments")
         lasting = {block.name.key for block in self._book.blocks if block.traffic_class != BRIEF}
         least = sum(record_bytes(info.stored_bytes) for info in infos if info.key in lasting)
         most = sum(record_bytes(info.stored_bytes) for info in infos)

@@ -12,10 +12,13 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
+from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN
 from kvstore.keys import AttentionGroup, BlockName, Space, TokenChain, space_id
 from kvstore.limits import KEY_BYTES, KIB, MIB
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, PutOutcome
@@ -45,11 +48,17 @@ STRANGERS = 40
 """Names that nobody ever puts."""
 BLOCK_TOKENS = 2
 ACKNOWLEDGED = (PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REPLACED)
-VIOLATIONS = ("corrupt", "phantom", "lost", "returned", "unclean", "unbalanced")
-"""Altered bytes; what nobody put; a broken promise; what was deleted; fsck's findings; books unlike the files."""
+VIOLATIONS = ("corrupt", "phantom", "lost", "returned", "left", "unclean", "unbalanced")
+"""Altered bytes; what nobody put; a broken promise; what was deleted; bytes of what was erased; fsck's findings; books
+unlike the files.
+"""
 
 _COUNTING = np.arange(128 * KIB // 8, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
 _TOKEN = struct.Struct("<Q")
+_PAGE_WORDS = RECORD_ALIGN // 8
+_WORD_OF_PAYLOAD = 1
+"""The word of each page that tells whose it is: the first of all is the token."""
+_WORD_OF_PAGE = HEADER_BYTES // 8 + _WORD_OF_PAYLOAD
 
 
 def spaces() -> tuple[Space, Space]:
@@ -70,9 +79,19 @@ def spaces() -> tuple[Space, Space]:
 
 def payload_of(name: BlockName, token: int, size: int) -> bytes:
     """The bytes of one life of a block; the first eight are the token that says which."""
-    seed = xxhash.xxh3_64_intdigest(name.key + _TOKEN.pack(token))
-    body = (_COUNTING[: -(-size // 8)] ^ np.uint64(seed)).tobytes()
+    body = (_COUNTING[: -(-size // 8)] ^ np.uint64(_seed_of(name, token))).tobytes()
     return (_TOKEN.pack(token) + body[8:])[:size]
+
+
+def _seed_of(name: BlockName, token: int) -> int:
+    return xxhash.xxh3_64_intdigest(name.key + _TOKEN.pack(token))
+
+
+def payloads_in(segment: npt.NDArray[np.uint64], seeds: npt.NDArray[np.uint64]) -> int:
+    """How many pages of a segment file hold a page of the payloads with these seeds."""
+    pages = segment[: len(segment) // _PAGE_WORDS * _PAGE_WORDS].reshape(-1, _PAGE_WORDS)[:, _WORD_OF_PAGE]
+    words = _COUNTING[_WORD_OF_PAYLOAD::_PAGE_WORDS]
+    return int(np.count_nonzero(np.isin(pages[:, None] ^ words[None, :], seeds).any(axis=1)))
 
 
 @dataclass(slots=True)
@@ -86,6 +105,7 @@ class Expected:
     life: int = 1
     possible: set[int] = field(default_factory=set)
     promised: bool = False
+    pinned: bool = False
     unanswered: int = 0
     """Puts of this life that got no answer, or not yet."""
     is_fresh: bool = False
@@ -94,7 +114,7 @@ class Expected:
     @property
     def is_kept(self) -> bool:
         """Whether the store may not evict it once it is stored."""
-        return self.traffic_class == AGENT
+        return self.traffic_class == AGENT or self.pinned
 
     def put(self, *, exact: bool) -> BlockPut:
         """The next put of this block; its payload is possible from now on."""
@@ -118,7 +138,7 @@ class Expected:
             self.possible.discard(token)
 
     def begin_delete(self) -> None:
-        self.promised = False
+        self.promised = self.pinned = False
 
     def end_delete(self) -> None:
         """A deletion was acknowledged: what was possible is forbidden from now on."""
@@ -144,6 +164,8 @@ class Book:
         other = TokenChain(space_id(second), BLOCK_TOKENS, range(2 * SECOND_SPACE_BLOCKS))
         self.blocks += [Expected(name, second, AGENT, 4_000) for name in other.names]
         self.strangers = names[len(classes) :]
+        self.erased: set[int] = set()
+        """Seeds of the payloads of which no byte may be on disk any more."""
         self.counts: Counter[str] = Counter()
         self.violations: list[tuple[str, str]] = []
 
@@ -151,6 +173,21 @@ class Book:
         """Blocks of the first or the second space."""
         space = spaces()[number]
         return [block for block in self.blocks if block.space == space]
+
+    def end_erasure(self, blocks: Sequence[Expected]) -> None:
+        """A purge order was acknowledged: nothing of any life so far is left."""
+        for block in blocks:
+            self.erased |= {_seed_of(block.name, token) for token in range(2, 2 * block.life + 2)}
+            block.end_delete()
+
+    def judge_files(self, segments: Path) -> None:
+        """Judge the segment files of a store that is dead."""
+        seeds = np.array(sorted(self.erased), dtype=np.uint64)
+        for path in sorted(segments.glob("*.seg")) if len(seeds) else ():
+            data = path.read_bytes()
+            left = payloads_in(np.frombuffer(data[: len(data) // 8 * 8], "<u8"), seeds)
+            if left:
+                self.accuse("left", f"{left} pages of erased blocks in {path.name}")
 
     def accuse(self, kind: str, what: str) -> None:
         """Write down a violation."""

@@ -17,6 +17,7 @@ from kvstore.daemon.fsck import FsckReport
 from kvstore.daemon.node import Node
 from kvstore.errors import CapacityProtected, DeadlineExceeded, Overloaded, StoreError, Unavailable
 from kvstore.keys import SpaceId, space_id
+from kvstore.purges import PurgeOrder
 from kvstore.store import AckLevel, BlockInfo, BlockPut, GetStatus, Pin, PutOutcome
 from kvstore.traffic import AGENT, CHAT, TrafficClass
 from ops.bench.crash_book import ACKNOWLEDGED, SECOND_SPACE_BLOCKS, Book, Expected, spaces
@@ -24,7 +25,18 @@ from ops.bench.crash_book import ACKNOWLEDGED, SECOND_SPACE_BLOCKS, Book, Expect
 BATCH_MAX = 16
 VERIFY_S = 60.0
 CALL_S = 20.0
-VERBS = {"put": 54, "get": 18, "lookup": 4, "touch": 6, "delete": 9, "sweep": 3, "pin": 3, "unpin": 2, "purge": 1}
+VERBS = {
+    "put": 54,
+    "get": 18,
+    "lookup": 4,
+    "touch": 6,
+    "delete": 8,
+    "sweep": 3,
+    "pin": 3,
+    "unpin": 2,
+    "purge": 1,
+    "order": 1,
+}
 
 
 class Client:
@@ -58,6 +70,7 @@ class Client:
             "pin": self._pin,
             "unpin": self._unpin,
             "purge": self._purge,
+            "order": self._order,
         }
 
     def work(self, stop: threading.Event) -> None:
@@ -151,12 +164,36 @@ class Client:
             block.end_delete()
         self._book.counts["deleted"] += len(self._purged)
 
+    def _order(self) -> None:
+        """A purge that leaves no byte: of the second space by its owner, else of a few blocks."""
+        whole = bool(self._purged) and self._chance.random() < 0.5
+        blocks = self._purged if whole else self._some()[:4]
+        space = blocks[0].space
+        keys = None if whole else tuple(block.name.key for block in blocks)
+        order = PurgeOrder(self._chance.randbytes(16).hex(), (space_id(space),), keys, 0)
+        for block in blocks:
+            block.begin_delete()
+        found = self._store.purge(order, deadline_s=CALL_S)
+        if found.failed:
+            raise Unavailable("the store died of a purge order")
+        assert all(report.done for report in found.answers.values())
+        self._book.end_erasure(blocks)
+        self._book.counts["erased"] += len(blocks)
+        self._store.register_space(space)  # an order forgets it
+
     def _pin(self) -> None:
-        some = [block for block in self._some()[:2] if block.traffic_class == AGENT]
-        self._store.pin([Pin(space_id(block.space), block.name.key, "crash", "") for block in some], deadline_s=CALL_S)
+        for block in self._some()[:2]:
+            pin = Pin(space_id(block.space), block.name.key, "crash", "")
+            if self._store.pin([pin], deadline_s=CALL_S):
+                block.pinned = True
+                block.promised |= self._after_kill
+                self._book.counts["pinned"] += 1
 
     def _unpin(self) -> None:
         some = self._some()
+        for block in some:
+            block.pinned = False
+            block.promised &= block.is_kept
         self._store.unpin(space_id(some[0].space), [block.name.key for block in some], deadline_s=CALL_S)
 
 

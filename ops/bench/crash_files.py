@@ -96,6 +96,10 @@ class PowerFiles(Files):
         self._step()
         return super().allocate(fd, count)
 
+    def erase(self, fd: int, offset: int, count: int, *, overwrite: bool) -> None:
+        """As writes of zeros: what a file system takes for zeros is lost with the power like any other change."""
+        super().erase(fd, offset, count, overwrite=True)
+
     def rename(self, source: Path, target: Path) -> None:
         self._step()
         super().rename(source, target)

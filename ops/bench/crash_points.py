@@ -16,7 +16,9 @@ from typing import Any
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.index import Index
+from kvstore.daemon.purger import Purger
 from kvstore.daemon.record import HEADER_BYTES, MARK_OFFSET, RECORD_ALIGN, RECORD_MAGIC
+from kvstore.daemon.shard import Shard
 
 POINTS: dict[str, int] = {
     "record.before": 40,
@@ -40,12 +42,20 @@ POINTS: dict[str, int] = {
     "create.after": 12,
     "catalog.before": 1,
     "catalog.after": 1,
+    "order.before": 2,
+    "order.deleted": 2,
+    "order.erased": 2,
+    "order.after": 2,
+    "erase.before": 60,
+    "erase.after": 60,
     "compaction.before": 3,
     "compaction.swap": 3,
     "compaction.swapped": 3,
     "compaction.after": 3,
 }
-"""Each with the latest hit at which it may strike. ``recycle`` is the write of a segment's next generation."""
+"""Each with the latest hit at which it may strike. ``recycle`` is the write of a segment's next generation; ``order`` a
+purge order: written down, then its blocks deleted, then their bytes erased, then done.
+"""
 GROWING = tuple(point for point in POINTS if point.startswith("create"))
 """Reached only while a store still makes files."""
 
@@ -84,6 +94,9 @@ class Executioner:
         self._around(Index, "write", "index.before", "index.after")
         for method in ("rewrite", "compact"):
             self._around(Index, method, "compaction.before", "compaction.after")
+        self._around(Purger, "_carry_out", "order.before", "order.after")
+        self._around(Shard, "erase", "order.deleted", "order.erased")
+        self._around(Files, "erase", "erase.before", "erase.after")
         self._arm_names()
         if self._point.startswith("compaction"):
             _compact_often()

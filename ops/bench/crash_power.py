@@ -69,6 +69,7 @@ class PowerRig:
             files = PowerFiles(self._chance, self._chance.randint(1, STEPS_MAX))
             self._live(files)
             files.cut()
+            self.book.judge_files(self.folder / "data" / "segments")
             self._change_index()
             node = self._open(Files())
             try:
