@@ -1,7 +1,12 @@
-"""The node as a state machine beside a dict: data and accounting, with crashes, torn tails and index loss as steps."""
+"""The node as a state machine beside a dict: data and accounting, over one volume and over two; crashes, torn tails,
+lost indexes, a clock that jumps and orders to leave no byte are steps.
+
+``REPRISE_MODEL_EXAMPLES`` says how many lives are tried instead of the few of every day.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -15,31 +20,50 @@ from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
+from kvstore.purges import PurgeOrder
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
-from kvstore.testing import DAY_S, ManualClock
-from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from kvstore.testing import DAY_S, T0_S
+from kvstore.traffic import AGENT, ALWAYS, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
 from tests.support.nodes import disk_bytes, open_node
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 
 CAPACITY = 9 * MIB
+"""Of each volume."""
 NAMES = 40
 SIZES = (100, 60_000, 400_000)
 OTHER = TrafficClass(40)
 KEEP_DAYS = ((3, 7), (1, 7), (3, 2), (5, 30))
+EXAMPLES = int(os.environ.get("REPRISE_MODEL_EXAMPLES", "0"))
 
 places = st.lists(st.integers(0, NAMES - 1), min_size=1, max_size=12, unique=True)
 classes = st.sampled_from([AGENT, CHAT, OTHER])
 
 
-def rules_of(days: tuple[int, int]) -> ClassRules:
+def rules_of(days: tuple[int, int], admission: str = ALWAYS) -> ClassRules:
+    """``admission``: of class chat."""
     agent, chat = days
-    return ClassRules((ClassRule(AGENT, "agent", agent * DAY_S, 100), ClassRule(CHAT, "chat", chat * DAY_S, 200)))
+    return ClassRules(
+        (
+            ClassRule(AGENT, "agent", agent * DAY_S, 100),
+            ClassRule(CHAT, "chat", chat * DAY_S, 200, admission=admission),
+        )
+    )
 
 
 def bytes_of(name: BlockName, exact: bool) -> bytes:
     """Payload of a block: its length and content follow from its key."""
     size = SIZES[name.index % len(SIZES)]
     return ((name.key if exact else name.key[::-1]) * (size // 32 + 1))[:size]
+
+
+@dataclass
+class JumpyClock:
+    """A wall clock that somebody sets."""
+
+    at_s: float = T0_S
+
+    def now_s(self) -> float:
+        return self.at_s
 
 
 @dataclass
@@ -58,14 +82,18 @@ class Kept:
 class NodeModel(RuleBasedStateMachine):
     """Invariant: an acknowledged block is byte-identical or a miss; a miss needs a reason that the model accepts."""
 
+    volumes = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="node-model-"))
-        self.clock = ManualClock()
+        self.clock = JumpyClock()
         self.kept: dict[int, Kept] = {}
-        self.gone: set[int] = set()
+        self.offered: set[int] = set()
+        """To a class that stores what it is offered twice, since the node was opened."""
+        self.orders = 0
         self.rules = rules_of(KEEP_DAYS[0])
-        self.node: Node = open_node(self.path, self.clock, capacity_bytes=CAPACITY, rules=self.rules)
+        self.node: Node = self._new_node(self.rules)
         self.space: SpaceId = self.node.register_space(a_space())
         self.names = list(a_chain(self.space, NAMES).names)
 
@@ -98,7 +126,27 @@ class NodeModel(RuleBasedStateMachine):
         assert self.node.delete(self.space, keys) == len(held & set(keys))
         for place in where:
             self.kept.pop(place, None)
-            self.gone.add(place)
+
+    @rule(where=st.none() | places, overwrite=st.booleans())
+    def order_to_leave_no_byte(self, where: list[int] | None, overwrite: bool) -> None:
+        """Of some blocks, or of all: nothing in the segments tells of them afterwards."""
+        named = range(NAMES) if where is None else where
+        keys = None if where is None else tuple(self.names[place].key for place in where)
+        held = {info.key for info in self.node.scan()[0]} & {self.names[place].key for place in named}
+        self.orders += 1
+        order = PurgeOrder(f"{self.orders:032x}", (self.space,), keys, int(self.clock.now_s()), overwrite=overwrite)
+        report = self.node.purge(order).answers[""]
+        assert report.done
+        assert report.blocks == len(held)
+        assert self.node.purge(order).answers[""] == report
+        assert self.node.leftovers(order, {}).answers[""].records == 0
+        data = b"".join(path.read_bytes() for path in self.path.glob("volume-*/segments/*.seg"))
+        for place in named:
+            self.kept.pop(place, None)
+            name = self.names[place]
+            assert bytes_of(name, exact=True)[:64] not in data
+            assert bytes_of(name, exact=False)[:64] not in data
+        self.node.register_space(a_space())
 
     @rule(where=places)
     def pin(self, where: list[int]) -> None:
@@ -114,21 +162,22 @@ class NodeModel(RuleBasedStateMachine):
         for kept in self.kept.values():
             kept.pinned = False
 
-    @rule(days=st.sampled_from([0.01, 0.5, 1.0, 2.5, 8.0]))
-    def advance(self, days: float) -> None:
-        self.clock.advance(days * DAY_S)
+    @rule(days=st.sampled_from([0.01, 0.5, 1.0, 2.5, 8.0, -0.01, -1.0, -8.0]))
+    def set_the_clock(self, days: float) -> None:
+        self.clock.at_s += days * DAY_S
 
-    @rule(days=st.sampled_from(KEEP_DAYS))
-    def change_policy(self, days: tuple[int, int]) -> None:
+    @rule(days=st.sampled_from(KEEP_DAYS), admission=st.sampled_from([ALWAYS, SECOND_TOUCH]))
+    def change_policy(self, days: tuple[int, int], admission: str) -> None:
         version = self.node.policy().version
         before = set(self._present(range(NAMES)))
-        plan = self.node.set_policy(rules_of(days), "model", expected_version=version, apply=False)
+        rules = rules_of(days, admission)
+        plan = self.node.set_policy(rules, "model", expected_version=version, apply=False)
         assert set(self._present(range(NAMES))) == before
-        effect = self.node.set_policy(rules_of(days), "model", expected_version=version, apply=True)
+        effect = self.node.set_policy(rules, "model", expected_version=version, apply=True)
         lost = before - set(self._present(range(NAMES)))
         assert plan.removed == effect.removed
         assert effect.blocks == len(lost)
-        self.rules = rules_of(days)
+        self.rules = rules
 
     @rule()
     def sweep(self) -> None:
@@ -168,10 +217,11 @@ class NodeModel(RuleBasedStateMachine):
     @rule()
     def fsck(self) -> None:
         self.node.close()
-        report = check(self.path / "volume-0")
-        assert report.clean, report.to_text()
-        parts = report.live_bytes + report.dead_bytes + report.free_bytes + report.page_bytes
-        assert parts == report.total_bytes
+        for number in range(self.volumes):
+            report = check(self.path / f"volume-{number}")
+            assert report.clean, report.to_text()
+            parts = report.live_bytes + report.dead_bytes + report.free_bytes + report.page_bytes
+            assert parts == report.total_bytes
         self._open()
 
     # --- what always holds --------------------------------------------------------------------------------------------
@@ -201,14 +251,35 @@ class NodeModel(RuleBasedStateMachine):
     @invariant()
     def accounts_agree(self) -> None:
         infos = self.node.scan()[0]
-        books = self.node.accounting()[0]
+        books = self.node.accounting()
         live = sum(-(-(info.stored_bytes + 256) // 4096) * 4096 for info in infos)
-        assert books["live_bytes"] == live
-        assert books["dead_bytes"] >= 0
-        parts = books["live_bytes"] + books["dead_bytes"] + books["free_bytes"] + books["page_bytes"]
-        assert parts == books["total_bytes"]
-        assert disk_bytes(self.path) <= CAPACITY
+        assert sum(book["live_bytes"] for book in books) == live
+        for number, book in enumerate(books):
+            assert book["dead_bytes"] >= 0
+            parts = book["live_bytes"] + book["dead_bytes"] + book["free_bytes"] + book["page_bytes"]
+            files = self.path.glob(f"volume-{number}/segments/*.seg")
+            assert parts == book["total_bytes"] == sum(path.stat().st_size for path in files)
+            assert disk_bytes(self.path / f"volume-{number}") <= CAPACITY
         assert self.node.stats()["leases"] == 0
+
+    @invariant()
+    def figures_agree(self) -> None:
+        """Blocks and bytes of what is served, in all, by class and by space, are those of the model; of a block that
+        several classes have touched any of them may have it.
+        """
+        stats = self.node.stats()
+        served = self._present(range(NAMES))
+        sizes = {place: SIZES[self.names[place].index % len(SIZES)] for place in served}
+        assert stats["blocks"] == sum(stats["class_blocks"].values()) == len(served)
+        assert stats["payload_bytes"] == sum(stats["class_bytes"].values()) == sum(sizes.values())
+        assert stats["space_bytes"] == ({self.space.hex(): sum(sizes.values())} if served else {})
+        for byte in (AGENT, CHAT, OTHER):
+            perhaps = [place for place in served if byte in self.kept[place].touches]
+            surely = [place for place in perhaps if len(self.kept[place].touches) == 1]
+            name = self.rules.name_of(byte)
+            assert len(surely) <= stats["class_blocks"].get(name, 0) <= len(perhaps)
+            least, most = (sum(sizes[place] for place in some) for some in (surely, perhaps))
+            assert least <= stats["class_bytes"].get(name, 0) <= most
 
     def teardown(self) -> None:
         self.node.close()
@@ -218,7 +289,14 @@ class NodeModel(RuleBasedStateMachine):
 
     def _settle(self, place: int, outcome: PutOutcome, traffic_class: int, exact: bool) -> None:
         now_s = int(self.clock.now_s())
-        if outcome is PutOutcome.STORED:
+        rule = self.rules.by_byte(traffic_class)
+        is_choosy = rule is not None and rule.admission == SECOND_TOUCH
+        if outcome is PutOutcome.DECLINED:
+            assert is_choosy
+            assert place not in self.offered
+            self.offered.add(place)
+        elif outcome is PutOutcome.STORED:
+            assert not is_choosy or place in self.offered or place in self.kept
             pinned = any(pin.key == self.names[place].key for pin in self.node.pins())
             self.kept[place] = Kept(exact, {traffic_class: now_s}, pinned)
         elif outcome is PutOutcome.TOUCHED:
@@ -250,14 +328,14 @@ class NodeModel(RuleBasedStateMachine):
         return [place for place, found in zip(where, presence, strict=True) if found == Presence.PRESENT]
 
     def _segments(self) -> list:  # type: ignore[type-arg]
-        return list(self.node._shards[0]._ledger.segments.segments.values())
+        return [item for shard in self.node._shards for item in shard._ledger.segments.segments.values()]
 
     def _reopen(self, *, lose_index: bool) -> None:
         before = {info.key: info.keep_until_s for info in self.node.scan()[0]}
         present = self._present(range(NAMES))
         self.node.abandon()
         if lose_index:
-            shutil.rmtree(self.path / "volume-0" / "index")
+            shutil.rmtree(self.path / f"volume-{self.volumes - 1}" / "index")
         self._open()
         after = {info.key: info.keep_until_s for info in self.node.scan()[0]}
         assert after.keys() == before.keys()
@@ -267,8 +345,21 @@ class NodeModel(RuleBasedStateMachine):
             assert self._present(range(NAMES)) == present
 
     def _open(self) -> None:
-        self.node = open_node(self.path, self.clock, capacity_bytes=CAPACITY, rules=None)
+        self.offered.clear()
+        self.node = self._new_node(None)
+
+    def _new_node(self, rules: ClassRules | None) -> Node:
+        capacity_bytes = CAPACITY * self.volumes
+        return open_node(self.path, self.clock, capacity_bytes=capacity_bytes, rules=rules, directories=self.volumes)
+
+
+class TwoVolumes(NodeModel):
+    """The same over two volumes, of which one may lose its index."""
+
+    volumes = 2
 
 
 TestNodeModel = NodeModel.TestCase
-TestNodeModel.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestNodeModel.settings = settings(max_examples=EXAMPLES or 8, stateful_step_count=25, deadline=None)
+TestTwoVolumes = TwoVolumes.TestCase
+TestTwoVolumes.settings = settings(max_examples=EXAMPLES or 5, stateful_step_count=25, deadline=None)

@@ -10,8 +10,8 @@ from kvstore.daemon.files import Files
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
-from kvstore.store import BlockPut, GetStatus
-from kvstore.testing import TEST_RULES, ManualClock
+from kvstore.store import BlockPut, Clock, GetStatus
+from kvstore.testing import TEST_RULES
 from kvstore.traffic import ClassRules
 from tests.support.spaces import BLOCK_TOKENS
 
@@ -20,7 +20,7 @@ CAPACITY_BYTES = 16 * MIB
 
 def open_node(
     path: Path,
-    clock: ManualClock,
+    clock: Clock,
     *,
     capacity_bytes: int = CAPACITY_BYTES,
     rules: ClassRules | None = TEST_RULES,
