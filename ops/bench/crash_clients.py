@@ -131,7 +131,7 @@ class Client:
             if status is GetStatus.OK:
                 self._book.judge_read(block, buffer, life)
                 self._book.counts["read"] += 1
-            elif status is GetStatus.CORRUPT and self._after_kill:
+            elif status is GetStatus.CORRUPT and self._after_kill and life == block.life and not block.going:
                 self._book.accuse("corrupt", f"block {block.name.index}: the store itself found it bad")
 
     def _lookup(self) -> None:
@@ -236,10 +236,13 @@ def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) ->
         if GetStatus.UNREACHABLE in statuses:
             raise Unavailable("the store died while it was verified")
         for block, status, buffer in zip(blocks, statuses, buffers, strict=True):
+            block.going = False
             book.judge_still(block, status, buffer)
             if after_kill and status is GetStatus.OK:
                 block.promised = block.is_kept
     _verify_strangers(store, book)
+    if not after_kill:  # an index of before may name records that have expired, and were deleted: nobody reads those
+        store.sweep(apply=True, deadline_s=VERIFY_S)
     judge_scan(store.scan(deadline_s=VERIFY_S)[0], book)
     stats = store.stats(deadline_s=VERIFY_S)
     if after_kill and (stats["corrupt"] or stats["quarantined"] or stats["recovered_damaged"]):
