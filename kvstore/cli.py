@@ -96,6 +96,12 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             typer.Option("--peer", help="Another node, asked at start which purges this one missed; repeatable."),
         ] = None,
         peer_token: Annotated[Path | None, typer.Option(help="File with an operator's token of the peers.")] = None,
+        encryption_keys: Annotated[
+            Path | None, typer.Option(help="TOML file of cipher keys by tenant; read again when it changes.")
+        ] = None,
+        encryption_command: Annotated[
+            str | None, typer.Option(help="Command that prints such a file; run again every minute.")
+        ] = None,
         drain: Annotated[
             str | None, typer.Option(help="Time for requests in flight at SIGTERM. [default: 10s]")
         ] = None,
@@ -124,6 +130,8 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "pin_quota": pin_quota,
             "peers": peers or None,
             "peer_token": peer_token,
+            "encryption_keys": encryption_keys,
+            "encryption_command": encryption_command,
             "drain": drain,
             "same_host": same_host,
         }

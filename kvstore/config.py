@@ -6,6 +6,7 @@ errors; sizes and durations carry units; listening beyond this machine without a
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class StoreConfig:
     free on the file system of each data directory, None for a hundredth of it.
     ``pin_quota_bytes``: payload bytes that one owner may pin, legal holds aside; 0: any; None: a quarter of the
     capacity. ``peers``: nodes that are asked at start which purges this one missed, with an operator's token in the
-    file ``peer_token``.
+    file ``peer_token``. ``encryption_keys``: a file of cipher keys, or ``encryption_command``: what prints them.
     """
 
     data: tuple[Path, ...]
@@ -63,6 +64,8 @@ class StoreConfig:
     pin_quota_bytes: int | None = None
     peers: tuple[str, ...] = ()
     peer_token: Path | None = None
+    encryption_keys: Path | None = None
+    encryption_command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -71,6 +74,8 @@ class StoreConfig:
             raise ValueError("a data directory is named twice")
         if self.capacity_bytes < limits.CAPACITY_BYTES_MIN * len(self.data):
             raise ValueError(f"capacity {format_bytes_short(self.capacity_bytes)} is less than 8 MiB a data directory")
+        if self.encryption_keys is not None and self.encryption_command:
+            raise ValueError("cipher keys come from a file or from a command: give one of the two")
         if not 1 <= self.connections_max <= 65_536:
             raise ValueError(f"connections_max {self.connections_max} is outside 1..65536")
         for name, seconds in (("state_ttl", self.state_ttl_s), ("sweep_every", self.sweep_every_s)):
@@ -109,6 +114,14 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 def _paths(value: object) -> tuple[Path, ...]:
     rows = value if isinstance(value, (list, tuple)) else [value]
     return tuple(_path(row) for row in rows)
+
+
+def _command(value: object) -> tuple[str, ...]:
+    """A command and its arguments, from one text as a shell would split it, or from a list; no shell runs it."""
+    words = value if isinstance(value, (list, tuple)) else shlex.split(_text(value))
+    if not words:
+        raise ValueError("it names no command")
+    return tuple(_text(word) for word in words)
 
 
 def _addresses(value: object) -> tuple[str, ...]:
@@ -183,6 +196,8 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "pin_quota": ("pin_quota_bytes", _bytes_or_none),
     "peers": ("peers", _addresses),
     "peer_token": ("peer_token", _path),
+    "encryption_keys": ("encryption_keys", _path),
+    "encryption_command": ("encryption_command", _command),
 }
 """Key in the TOML file (and option of the command line) -> field, and how its value is read."""
 

@@ -183,8 +183,10 @@ def _nothing_missed(access: Access) -> str:
 
 def _removed(presence: Presence, sighting: Sighting | None) -> tuple[str, str, tuple[OtherSpace, ...]]:
     when = ""
-    if sighting is not None and sighting.presence == presence and sighting.since_s:
-        when = f" at {utc(sighting.since_s)}"
+    if sighting is not None and sighting.presence == presence:
+        if presence == Presence.PURGED and not sighting.since_s:
+            return "purged", "the cipher key that it is encrypted under is not there", ()
+        when = f" at {utc(sighting.since_s)}" if sighting.since_s else ""
     why = {
         Presence.EXPIRED: f"its keep-until passed{when}",
         Presence.EVICTED: f"it was evicted to make room{when}",

@@ -34,6 +34,8 @@ BATCH_BLOCKS_MAX = 1024
 """Blocks in one get or put; the client splits larger batches."""
 PAYLOAD_BYTES_MAX = 64 * MIB
 """Bytes of one block; larger is a ValueError."""
+STORED_BYTES_MAX = PAYLOAD_BYTES_MAX + 64
+"""The same as stored: encryption adds some. A record that promises more is damaged."""
 STATE_BYTES_MAX = 256 * MIB
 """Bytes of one state; larger is a ValueError."""
 STATES_PER_LOOKUP_MAX = 64
@@ -69,6 +71,11 @@ TOKENS_MAX = 1024
 TOKEN_ROLES_MAX = 64
 """Roles of one token, tenants counted."""
 TOKENS_FILE_BYTES_MAX = 1 * MIB
+CIPHER_KEYS_MAX = 16_384
+"""Cipher keys of a node, of all tenants; more is a ValueError."""
+CIPHER_KEYS_BYTES_MAX = 4 * MIB
+CIPHER_COMMAND_S_MAX = 10.0
+"""A command that prints cipher keys is killed after this; the keys before it stay, and a start fails."""
 
 # Same host
 LEASE_S = 5.0
@@ -82,7 +89,9 @@ ARENA_BYTES_MAX = 512 * MIB
 CONNECTIONS_MAX = 4096
 """Connections of a node; the next is closed at once with Overloaded."""
 IN_FLIGHT_BYTES_MAX = 512 * MIB
-"""Payload bytes that a node holds in memory for puts, states and decompressed blocks; then it answers Overloaded."""
+"""Payload bytes that a node holds in memory for puts, states and blocks that it unpacks or decrypts; then it answers
+Overloaded.
+"""
 PUT_BUFFER_BYTES = 8 * MIB
 """A put is received and written in groups of this size, in reused buffers."""
 SEGMENT_BYTES_DEFAULT = 256 * MIB

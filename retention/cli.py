@@ -205,8 +205,11 @@ def _usage_view(survey: Survey, rows: list[tuple[Any, Any, Any]], now_s: float) 
     facts = report.Facts(survey.policy.rules, survey.spaces)
     empty = "no blocks are stored" + (" on the nodes that answered" if survey.nodes_failed else "")
     return View(
-        report.show_json(rows, facts, survey.nodes_failed),
-        (report.usage_table(rows, facts, now_s) if rows else empty, *report.unruled_lines(rows, facts)),
+        report.show_json(rows, facts, survey.nodes_failed, survey.without_key),
+        (
+            report.usage_table(rows, facts, now_s, survey.without_key) if rows else empty,
+            *report.unruled_lines(rows, facts),
+        ),
         survey.nodes_failed,
     )
 

@@ -56,10 +56,16 @@ class Facts:
 
 
 def show_json(
-    rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts, failed: Mapping[str, str]
+    rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts, failed: Mapping[str, str], without_key: int
 ) -> Json:
-    """What ``show`` says: its rows, and by name the nodes whose blocks are not in them."""
-    return {"rows": [usage_json(*row, facts) for row in rows], "nodes_failed": dict(failed)}
+    """What ``show`` says: its rows, by name the nodes whose blocks are not in them, and how many blocks in all no
+    cipher key reads.
+    """
+    return {
+        "rows": [usage_json(*row, facts) for row in rows],
+        "nodes_failed": dict(failed),
+        "blocks_without_key": without_key,
+    }
 
 
 def usage_json(class_byte: int | None, space_id: SpaceId | None, usage: Usage, facts: Facts) -> Json:
@@ -180,8 +186,11 @@ def pin_json(pin: Pin) -> Json:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def usage_table(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts, now_s: float) -> Table:
-    table = Table(title="stored blocks")
+def usage_table(
+    rows: Iterable[tuple[int | None, SpaceId | None, Usage]], facts: Facts, now_s: float, without_key: int
+) -> Table:
+    locked = f"{without_key:,} blocks of all cannot be read: their cipher key is not there" if without_key else None
+    table = Table(title="stored blocks", caption=locked)
     for heading in ("class", "keep for", "space"):
         table.add_column(heading)
     for heading in ("blocks", "payload", "on disk", "oldest", "next to expire", "expired", "pinned"):

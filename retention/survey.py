@@ -39,12 +39,16 @@ class PolicySurvey:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """``policy``: the newest one met. ``nodes_failed``: error by name of each node that did not answer."""
+    """``policy``: the newest one met. ``nodes_failed``: error by name of each node that did not answer.
+
+    ``without_key``: blocks on all nodes that no cipher key in force reads, whatever their space.
+    """
 
     policy: Policy
     spaces: Mapping[SpaceId, Space]
     totals: Totals
     nodes_failed: Mapping[str, str]
+    without_key: int = 0
 
 
 def ask_nodes(nodes: Mapping[str, Store], question: Callable[[Store], T]) -> ByNode[T]:
@@ -83,11 +87,13 @@ def survey_nodes(nodes: Mapping[str, Store], *, space: str | None, clock: Clock,
     failed = dict(asked.failed)
     only = match_space(space, spaces) if space else None
     totals: Totals = {}
+    without_key = 0
     for name, policy in policies.items():
         try:
             blocks = scan_blocks(nodes[name], only, deadline_s=deadline_s)
             totals = add_totals(totals, summarise(blocks, policy.rules, clock.now_s()))
+            without_key += int(nodes[name].stats(deadline_s=deadline_s).get("blocks_without_key", 0))
         except StoreError as error:
             failed[name] = f"{type(error).__name__}: {error}"
     newest = max(policies.values(), key=lambda policy: policy.version)
-    return Survey(newest, spaces, totals, failed)
+    return Survey(newest, spaces, totals, failed, without_key)

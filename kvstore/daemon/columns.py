@@ -1,6 +1,6 @@
 """Blocks to be stored, as columns: what each shall be stored as, and where its bytes are.
 
-Owns the way from a put's blocks to that, compression included. Does not know what is stored already.
+Owns the way from a put's blocks to that, compression and encryption included. Does not know what is stored already.
 Invariant: ``checksum`` is that of the bytes that were submitted; nobody but the writer says whether those are the bytes
 that lie in memory, and it says so of what it has written.
 """
@@ -15,6 +15,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.daemon.cipher import Encryption
 from kvstore.daemon.codec import Codec, compress
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, RecordHeader, checksum_of
 from kvstore.daemon.segment import Segment
@@ -135,12 +136,16 @@ class Arrived(Sequence[BlockPut]):
         return Incoming(bytes_out.view(INCOMING_DTYPE)[:, 0], self.rows.keys(), list(self.payloads))
 
 
-def incoming(blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[int] | None) -> Incoming:
-    """Blocks to be stored under a codec. ``checksums``: those of the payloads at submission; None: taken now.
+def incoming(
+    blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[int] | None, encryption: Encryption | None = None
+) -> Incoming:
+    """Blocks to be stored under a codec, and encrypted or not. ``checksums``: those of the payloads at submission;
+    None: taken now.
 
     Raises ValueError for a payload of an impossible length.
     """
-    if isinstance(blocks, Arrived) and codec_name == "none" and checksums is not None:
+    as_they_are = codec_name == "none" and encryption is None
+    if isinstance(blocks, Arrived) and as_they_are and checksums is not None:
         return blocks.incoming()
     stored = [_flat(block.payload) for block in blocks]
     codecs: list[int] = [Codec.NONE] * len(stored)
@@ -150,9 +155,12 @@ def incoming(blocks: Sequence[BlockPut], codec_name: str, checksums: Sequence[in
     sizes = [len(payload) for payload in stored]
     if checksums is None:
         sure.update(at for at, payload in enumerate(stored) if isinstance(payload, bytes))
-    for at, payload in enumerate(stored if codec_name != "none" else ()):
-        private = bytes(payload)  # what is verified must be what is compressed, and others may write to the payload
+    for at, payload in enumerate(() if as_they_are else stored):
+        private = bytes(payload)  # what is verified must be what is packed, and others may write to the payload
         codecs[at], packed = compress(codec_name, private)
+        if encryption is not None:
+            block = blocks[at]
+            codecs[at], packed = encryption.encrypt(block.name, block.flags, sizes[at], codecs[at], packed)
         if packed is not private:
             if checksum_of(private) != taken[at]:
                 altered.add(at)

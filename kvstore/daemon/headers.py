@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvstore.daemon.index import ENTRY_DTYPE, Rows
 from kvstore.daemon.record import HEADER_BYTES, MARK_OFFSET, RECORD_MAGIC, TOUCHES_MAX
-from kvstore.limits import PAYLOAD_BYTES_MAX
+from kvstore.limits import PAYLOAD_BYTES_MAX, STORED_BYTES_MAX
 from kvstore.record import RECORD_VERSION
 
 _CRC_OFFSET = 196
@@ -67,7 +67,7 @@ def are_whole(
     whole &= (headers["version"] == RECORD_VERSION) & (headers["header_bytes"] == HEADER_BYTES)
     whole &= (headers["segment"] == segment) & (headers["generation"] == np.uint64(generation))
     whole &= headers["offset"] == offsets
-    within = (headers["stored_bytes"] <= PAYLOAD_BYTES_MAX) & (headers["payload_bytes"] <= PAYLOAD_BYTES_MAX)
+    within = (headers["stored_bytes"] <= STORED_BYTES_MAX) & (headers["payload_bytes"] <= PAYLOAD_BYTES_MAX)
     result: npt.NDArray[np.bool_] = whole & within
     return result
 

@@ -17,7 +17,7 @@ class PayloadLease:
 
     A block stored as it is: send ``payload_bytes`` from ``fd`` at ``offset``; only the header has been verified, the
     receiver checks
-    ``checksum`` (XXH3-64 of the bytes sent). A compressed one: ``data`` holds the verified payload, and ``fd`` is None.
+    ``checksum`` (XXH3-64 of the bytes sent). Another: ``data`` holds the verified payload, and ``fd`` is None.
     """
 
     __slots__ = (

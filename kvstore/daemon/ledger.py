@@ -186,6 +186,9 @@ class Ledger:
             slot = self.presence.find(space_id, key, token_digest)
             if slot < 0 or not self.presence.is_alive(slot, now_s):
                 return None
+            if self.presence.shapes.any_locked and self.presence.is_locked(slot):
+                self.counters.key_missing += 1
+                return None
             place = self.place(slot)
             if place is not None:
                 place.segment.leases += 1
@@ -205,6 +208,8 @@ class Ledger:
             presence, shapes = self.presence, self.presence.shapes
             slots = presence.slots(words)
             served = presence.served(slots, words, space_id, digests, now_s)
+            if shapes.any_locked:
+                self.counters.key_missing += int(np.count_nonzero(presence.locked(slots[slots >= 0])))
             slots = slots[served]
             segments = presence.segments_of(slots)
             offsets, record_bytes = presence.offsets_of(slots), presence.record_bytes_of(slots)
@@ -261,6 +266,12 @@ class Ledger:
             word = (place.segment.number << 32) | (place.offset // RECORD_ALIGN)
             here = int(self.presence.places[place.slot]) == word and place.segment.header.generation == place.generation
             return here and int(self.presence.fingerprints_of(np.array([place.slot]))[0]) == place.fingerprint
+
+    def lock_out(self, place: Place, codec: int) -> None:
+        """The cipher key of a block is not the one that its codec byte names: look-ups shall know."""
+        with self.lock:
+            if self.is_at(place):
+                self.presence.lock(place.slot, codec)
 
     def store(
         self,

@@ -136,7 +136,7 @@ class LoanOfOne:
         return True
 
     def row(self, wanted_bytes: int) -> Row:
-        """What an answer says of it, with ``file`` 0; it lends only an uncompressed block of the length asked for."""
+        """What an answer says of it, with ``file`` 0; it lends a block stored as it is, of the length asked for."""
         place = self.place
         if place is None:
             return _ROWS[MISS]

@@ -24,6 +24,7 @@ import xxhash
 
 from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_class, check_count, check_flags, check_pins, check_put, check_rules
+from kvstore.daemon.cipher import Ciphers, Encryption, Keyring
 from kvstore.daemon.clock import BoundedClock, ClockWatch
 from kvstore.daemon.columns import Incoming, incoming
 from kvstore.daemon.events import EventLog
@@ -88,6 +89,7 @@ class Node:
         catalog: Catalog,
         states: StatePool,
         events: EventLog,
+        ciphers: Ciphers,
     ) -> None:
         self.events = events
         self._config = config
@@ -96,6 +98,7 @@ class Node:
         self._shards = tuple(shards)
         self._catalog = catalog
         self._states = states
+        self._ciphers = ciphers
         self._lanes = Lanes(self._shards)
         self._load_rate = LoadRate()
         self._catalog_lock = threading.Lock()
@@ -130,7 +133,7 @@ class Node:
         opened = open_directories(config, clock, rules, policy_text, files or Files(), new_generation, events)
         shards, catalog = opened.shards, opened.catalog
         states = StatePool(config.state_pool_bytes, config.state_ttl_s, clock)
-        node = cls(config, clock, shards, catalog, states, events)
+        node = cls(config, clock, shards, catalog, states, events, opened.ciphers)
         try:
             resume_left(node._purger)
         except BaseException:
@@ -159,6 +162,7 @@ class Node:
                         raise
                     log.info("spaces_forgotten count=%d: they held no blocks", len(spaces) - len(used))
                     self._catalog.update(spaces={**used, name: space})
+                self._relock()  # its blocks may be here already, from before the catalog was lost
         return name
 
     def lookup(
@@ -266,7 +270,9 @@ class Node:
         check_put(blocks, traffic_class, ack, checksums)
         self._check_space(space_id)
         rule = self._catalog.content.policy.rules.by_byte(traffic_class)
-        batch = incoming(blocks, rule.codec if rule else "none", checksums)
+        cipher_key = self._ciphers.writing(space_id)
+        encryption = Encryption(cipher_key, space_id) if cipher_key is not None else None
+        batch = incoming(blocks, rule.codec if rule else "none", checksums, encryption)
         outcomes = [PutOutcome.TOO_LARGE] * len(blocks)
         homes = self._by_home(batch, blocks)
         if sum(map(len, homes.values())) < len(blocks) and not self._warned_of_large_blocks:
@@ -512,6 +518,15 @@ class Node:
             "space_bytes": by_space(effects),
         }
 
+    def set_keyring(self, keyring: Keyring) -> None:
+        """Put other cipher keys in force: what only a key that is gone can read is a miss from now on, and states in
+        its spaces are dropped.
+        """
+        before, self._ciphers.keyring = self._ciphers.keyring, keyring
+        self._relock()
+        for lost in self._ciphers.lost_spaces(before):
+            self._states.drop_space(lost)
+
     def accounting(self) -> list[dict[str, int]]:
         """Physical bytes of each shard's segments by what they hold (see ``Shard.accounting``)."""
         return [shard.accounting() for shard in self._shards]
@@ -536,6 +551,10 @@ class Node:
             if sync:
                 shard.condition.keep_books(self._clock.now_s())
             shard.close(sync=sync)
+
+    def _relock(self) -> None:
+        for shard in self._shards:
+            shard.relock()
 
     def _check_open(self) -> None:
         if self._closed.is_set():

@@ -10,12 +10,13 @@ import contextlib
 import logging
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.daemon.bounds import bounds_of
 from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_rules
+from kvstore.daemon.cipher import Ciphers, Keyring
 from kvstore.daemon.clock import BoundedClock
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
@@ -53,6 +54,8 @@ class NodeConfig:
     """Payload bytes that one owner may pin; 0: as many as there are."""
     free_min_bytes: int | None = 0
     """Left free on each directory's file system; None: a share of it."""
+    keyring: Keyring = field(default_factory=Keyring)
+    """What encrypts new blocks and reads old ones; empty: they are stored as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Opened:
 
     shards: Sequence[Shard]
     catalog: Catalog
+    ciphers: Ciphers
 
 
 def open_directories(
@@ -89,6 +93,7 @@ def open_directories(
         in_force = catalog.content.policy
         if rules is not None and in_force.rules != rules:
             log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
+        ciphers = Ciphers(lambda: catalog.content.spaces, config.keyring)
         pins = pin_ends(catalog.content.pins)
         bounds = bounds_of(opened, layouts, free_min_bytes, files, clock.now_s())
         for volume, layout, bound in zip(opened, layouts, bounds, strict=True):
@@ -104,6 +109,7 @@ def open_directories(
                     commit_window_s=config.commit_window_s,
                     bounds=bound,
                     events=events,
+                    ciphers=ciphers,
                 )
             )
     except BaseException:
@@ -112,7 +118,7 @@ def open_directories(
         for volume in opened:
             volume.close()
         raise
-    return Opened(shards, catalog)
+    return Opened(shards, catalog, ciphers)
 
 
 def _check_capacity(config: NodeConfig, rules: ClassRules | None, files: Files) -> list[int]:

@@ -1,9 +1,9 @@
 """Answers to gets: records sent as they lie in their files, or lent to a client on the same host.
 
-Owns GET, EXTENTS and RELEASE. Does not read, parse or verify a record of an uncompressed block: its reader does.
+Owns GET, EXTENTS and RELEASE. Does not read, parse or verify a record that goes out as it lies: its reader does.
 Invariants: a segment stays leased until its bytes have been handed to the socket, or the loan ended; what does not lie
-in a file as it is (compressed, or in memory) goes out under a header made for the payload, and counts against the
-budget of bytes in memory.
+in a file as it is (compressed, encrypted, or in memory) goes out under a header made for the payload, and counts
+against the budget of bytes in memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Lease(Protocol):
 
 
 class PayloadBackend(Protocol):
-    """Gives one payload in memory; of a block that lies in a file uncompressed it need not be asked."""
+    """Gives one payload in memory; of a block that lies in a file as it is it need not be asked."""
 
     def open_payload(self, space_id: SpaceId, name: BlockName) -> Lease | None: ...
 
@@ -170,7 +170,7 @@ class Outgoing:
         if lease.payload_bytes != wanted_bytes:
             return ExtentStatus.WRONG_SIZE
         if lease.data is None:
-            return MISS  # it was written anew since, uncompressed: who asks again is lent it
+            return MISS  # it was written anew since, as it is: who asks again is lent it
         try:
             mine.enter_context(self._admission.hold(lease.payload_bytes, 0.0, party, read=True))
         except Overloaded:

@@ -4,9 +4,9 @@ Owns a compact row for each block: fingerprint (the first 8 bytes of the key), a
 the token digest, place, length, shape, and touches; deadlines are computed for the rows asked. Full keys, checksums and
 parents are in the index and in the records. Does not know files or locks: its shard guards it. Invariants: a deadline
 is the maximum over touches of touch + keep_for of the class, or the pin's end where that is later; nothing past its
-deadline is PRESENT; two keys with one fingerprint are never both here, and neither is taken for the other but by a
-chance of 2^-32, in which case what the reader verifies makes it a miss. Memory: 39 bytes a block, more only for blocks
-that several classes touched and for pins.
+deadline is PRESENT, nor what no cipher key reads; two keys with one fingerprint are never both here, and neither is
+taken for the other but by a chance of 2^-32, in which case what the reader verifies makes it a miss. Memory: 39 bytes a
+block, more only for blocks that several classes touched and for pins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Touches = tuple[tuple[int, int], ...]
 FOREVER_S = 2**62
 """End of a pin without an end."""
 _ROWS_FIRST = 1024
-_PRESENT, _EXPIRED = np.uint8(Presence.PRESENT), np.uint8(Presence.EXPIRED)
+_PRESENT, _EXPIRED, _PURGED = (np.uint8(each) for each in (Presence.PRESENT, Presence.EXPIRED, Presence.PURGED))
 _MORE = np.uint16(0x8000)
 """In ``_units``: this row has further touches or a pin, in dictionaries."""
 _PLACE_BITS = np.uint64(32)
@@ -171,6 +171,10 @@ class PresenceMap:
             rows = slots.take(same)
             alive, shape = self.alive(rows, now_s), self._shape.take(rows)
             presence[same] = np.where(alive, _PRESENT, _EXPIRED)
+            if self.shapes.any_locked:
+                locked = alive & self.shapes.locked.take(shape)
+                presence[same[locked]] = _PURGED
+                alive &= ~locked
             flags[same] = self.shapes.flags.take(shape) * alive
             payload_bytes[same] = self.shapes.payload_bytes.take(shape) * alive
         if len(self.tombstones) and same.size < count:
@@ -179,10 +183,10 @@ class PresenceMap:
         return presence, flags, payload_bytes
 
     def served(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float) -> Slots:
-        """Positions of the keys asked that hold a living row of this space and token digest."""
+        """Positions of the keys asked that hold a living row of this space and token digest, and that can be read."""
         found = self._same(slots, words, space_id, digests)
         places: Slots = found[self.alive(slots.take(found), now_s)]
-        return places
+        return places[~self.locked(slots.take(places))] if self.shapes.any_locked else places
 
     def _same(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words) -> Slots:
         """Positions where ``matches`` is true; the work is that for the slots that are one."""
@@ -226,6 +230,14 @@ class PresenceMap:
         return until_s > now_s or (
             self._units.item(slot) >= int(_MORE) and int(self.until_s(np.array([slot]))[0]) > now_s
         )
+
+    def locked(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Whether each is encrypted under a cipher key that is not there."""
+        locked: npt.NDArray[np.bool_] = self.shapes.locked.take(self._shape.take(slots))
+        return locked
+
+    def is_locked(self, slot: int) -> bool:
+        return self.shapes.any_locked and self.shapes.locked.item(self._shape.item(slot))
 
     def row(self, slot: int) -> Row:
         """What the columns below say of one slot."""
@@ -373,6 +385,12 @@ class PresenceMap:
         until_s = touch_s + self.keep_for_s.item(class_byte)
         self._holdings.add(header.segment, header.record_bytes, until_s, until_s)
         self.pin(slot, pin_s)
+
+    def lock(self, slot: int, codec: int) -> None:
+        """A row's cipher key turned out to be another than its codec byte says: it has this one, until a restart."""
+        shape = self._shape[slot : slot + 1].copy()
+        self._shape[slot] = self.shapes.add_one(self.shapes.shape(int(shape[0]))._replace(codec=codec))
+        self.shapes.remove(shape)
 
     def remove(self, slots: Slots) -> None:
         """Drop rows, each once."""

@@ -22,6 +22,8 @@ from kvstore.access import read_token
 from kvstore.config import StoreConfig, host_and_port
 from kvstore.daemon.admin import AdminServer, EventFeed, create_app
 from kvstore.daemon.catch_up import catch_up
+from kvstore.daemon.cipher import Keyring
+from kvstore.daemon.keyring import KeyringSource, KeyringWatch
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server, ServerConfig
@@ -47,8 +49,13 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, tokens: Tokens
         signal.signal(number, on_signal)
     began_s = time.monotonic()
     with ExitStack() as parts:
-        node = Node.open(_node_config(config), SystemClock(), rules, policy_text)
+        source = KeyringSource(config.encryption_keys, config.encryption_command)
+        keyring = source.read()
+        node = Node.open(_node_config(config, keyring), SystemClock(), rules, policy_text)
         parts.callback(node.close)
+        watch = KeyringWatch(source, keyring, node.set_keyring)
+        watch.start()
+        parts.callback(watch.stop)
         catch_up(node, config.peers, read_token(config.peer_token))
         if stop.is_set():
             return
@@ -71,7 +78,7 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, tokens: Tokens
         print(json.dumps({"event": "store_stopped"}), flush=True)
 
 
-def _node_config(config: StoreConfig) -> NodeConfig:
+def _node_config(config: StoreConfig, keyring: Keyring) -> NodeConfig:
     return NodeConfig(
         directories=config.data,
         capacity_bytes=config.capacity_bytes,
@@ -83,6 +90,7 @@ def _node_config(config: StoreConfig) -> NodeConfig:
         scrub_bytes_per_s=config.scrub_bytes_per_s,
         free_min_bytes=config.free_min_bytes,
         pin_quota_bytes=config.capacity_bytes // 4 if config.pin_quota_bytes is None else config.pin_quota_bytes,
+        keyring=keyring,
     )
 
 

@@ -47,6 +47,7 @@ def sight(ledger: Ledger, name: BlockName, space_id: SpaceId | None, now_s: floa
         at = np.array([max(slot, 0)])
         places = presence.places[at]
         alive, until_s = (presence.is_alive(slot, now_s), int(presence.until_s(at)[0])) if slot >= 0 else (False, 0)
+        locked = slot >= 0 and presence.is_locked(slot)
     row = _row_at(ledger, places) if slot >= 0 else None
     if slot < 0 or (row is not None and row["key"].tobytes() != name.key):
         others = () if space_id is None else _others(ledger, name.token_digest, space_id, now_s)
@@ -60,6 +61,8 @@ def sight(ledger: Ledger, name: BlockName, space_id: SpaceId | None, now_s: floa
         same = presence.places[slot] == places[0]
         block = _info(ledger, row, slot, now_s) if same else None
     presence_now, since_s = (Presence.PRESENT, int(row["written_s"])) if alive else (Presence.EXPIRED, until_s)
+    if alive and locked:
+        presence_now, since_s = Presence.PURGED, 0
     return Sighting(presence_now, since_s, until_s, others, block, TokenDigest(row["digest"].tobytes()))
 
 

@@ -19,7 +19,7 @@ import xxhash
 from kvstore.capacity import RECORD_ALIGN as RECORD_ALIGN
 from kvstore.capacity import record_bytes as record_bytes
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
-from kvstore.limits import KEY_BYTES, PAYLOAD_BYTES_MAX
+from kvstore.limits import KEY_BYTES, PAYLOAD_BYTES_MAX, STORED_BYTES_MAX
 from kvstore.record import CRC_OFFSET as CRC_OFFSET
 from kvstore.record import HEADER, RECORD_VERSION
 from kvstore.record import HEADER_BYTES as HEADER_BYTES
@@ -170,7 +170,7 @@ def decode_header(data: Buffer, *, segment: int, generation: int, offset: int) -
         checksum=fields[19],
         touches=tuple((pair[0], pair[1]) for pair in pairs if pair[0]),
     )
-    if header.stored_bytes > PAYLOAD_BYTES_MAX or header.payload_bytes > PAYLOAD_BYTES_MAX:
+    if header.stored_bytes > STORED_BYTES_MAX or header.payload_bytes > PAYLOAD_BYTES_MAX:
         raise RecordDamaged("the header promises more payload than a block may have")
     return header
 

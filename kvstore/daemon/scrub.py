@@ -1,4 +1,5 @@
-"""Verification of whole records: header, mark, payload and, if compressed, its decompressed length.
+"""Verification of whole records: header, mark, payload and, if compressed, its decompressed length. Of an encrypted
+payload the checksum says whether it is what was written; no cipher key is needed.
 
 Owns the judgement of one record, and a pass over a segment. Does not know the index or repair: ``fsck`` compares and
 repairs, ``scrubber`` does it in the background. Reading is sequential and bounded by the largest payload in memory.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.daemon.codec import Codec, decompress
+from kvstore.daemon.codec import Codec, verify
 from kvstore.daemon.presence import fingerprint_of
 from kvstore.daemon.record import (
     HEADER_BYTES,
@@ -58,7 +59,7 @@ def _codec_problem(segment: Segment, header: RecordHeader) -> str:
         return "" if header.stored_bytes == header.payload_bytes else "the lengths of an uncompressed payload differ"
     try:
         stored = segment.files.read(segment.fd, header.stored_bytes, header.offset + HEADER_BYTES)
-        decompress(header.codec, stored, header.payload_bytes)
+        verify(header.codec, stored, header.payload_bytes)
     except (RecordDamaged, OSError) as error:
         return str(error)
     return ""
@@ -74,7 +75,4 @@ def verify_record(data: memoryview, segment: SegmentHeader, offset: int, fingerp
         raise RecordDead(mark)
     stored = data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
     verify_payload(header, stored)
-    if header.codec != Codec.NONE:
-        decompress(header.codec, stored, header.payload_bytes)
-    elif header.stored_bytes != header.payload_bytes:
-        raise RecordDamaged("the lengths of an uncompressed payload differ")
+    verify(header.codec, stored, header.payload_bytes)

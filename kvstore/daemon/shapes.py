@@ -1,21 +1,25 @@
 """What many blocks have in common, kept once: space, payload length, codec and flags.
 
-Owns the numbers by which rows name a shape and a space, and how many rows do. Does not know rows. Invariant: a
-number is given anew only when no row has it.
+Owns the numbers by which rows name a shape and a space, how many rows do, and which shapes are locked: encrypted under
+a cipher key that is not there. Does not know rows. Invariant: a number is given anew only when no row has it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.daemon.codec import is_encrypted
 from kvstore.daemon.fingerprints import grown
 from kvstore.daemon.index import Rows
 from kvstore.keys import SpaceId
 
 Numbers = npt.NDArray[np.uint32]
+IsLocked = Callable[[SpaceId, int], bool]
+"""Whether blocks of a space with a codec byte cannot be read."""
 _FIRST = 64
 
 
@@ -27,7 +31,9 @@ class Shape(NamedTuple):
 
 
 class Shapes:
-    """Columns by number: ``space`` (a number of its own kind), ``payload_bytes``, ``codec``, ``flags``, ``counts``."""
+    """Columns by number: ``space`` (a number of its own kind), ``payload_bytes``, ``codec``, ``flags``, ``locked``,
+    ``counts``. ``any_locked`` may stay true when the last locked shape is gone.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Shape, int] = {}
@@ -38,6 +44,9 @@ class Shapes:
         self.payload_bytes = np.zeros(_FIRST, dtype=np.uint32)
         self.codec = np.zeros(_FIRST, dtype=np.uint8)
         self.flags = np.zeros(_FIRST, dtype=np.uint8)
+        self.locked = np.zeros(_FIRST, dtype=np.bool_)
+        self.any_locked = False
+        self._is_locked: IsLocked = lambda _, codec: is_encrypted(codec)
         self.counts = np.zeros(_FIRST, dtype=np.int64)
 
     def add(self, rows: Rows) -> Numbers:
@@ -81,6 +90,20 @@ class Shapes:
             int(self.flags[number]),
         )
 
+    def lock(self, is_locked: IsLocked) -> None:
+        """Other cipher keys are in force: judge every shape anew, and by the same those to come."""
+        self._is_locked = is_locked
+        for shape, number in self._numbers.items():
+            self.locked[number] = is_locked(shape.space_id, shape.codec)
+        self.any_locked = self.rows_locked() > 0
+
+    def rows_locked(self) -> int:
+        """How many rows cannot be read."""
+        return int(self.counts[self.locked].sum())
+
+    def rows_encrypted(self) -> int:
+        return sum(int(self.counts[number]) for shape, number in self._numbers.items() if is_encrypted(shape.codec))
+
     def space_number(self, space_id: SpaceId) -> int:
         """-1 for a space that never had a row."""
         return self._spaces.get(space_id, -1)
@@ -99,7 +122,7 @@ class Shapes:
 
     @property
     def memory_bytes(self) -> int:
-        columns = (self.space, self.payload_bytes, self.codec, self.flags, self.counts)
+        columns = (self.space, self.payload_bytes, self.codec, self.flags, self.locked, self.counts)
         return sum(column.nbytes for column in columns) + 300 * len(self._numbers) + 100 * len(self._space_ids)
 
     def _number(self, shape: Shape) -> int:
@@ -111,12 +134,14 @@ class Shapes:
             size = 2 * number
             self.space, self.payload_bytes = grown(self.space, size), grown(self.payload_bytes, size)
             self.codec, self.flags = grown(self.codec, size), grown(self.flags, size)
-            self.counts = grown(self.counts, size)
+            self.locked, self.counts = grown(self.locked, size), grown(self.counts, size)
         space = self._spaces.setdefault(shape.space_id, len(self._space_ids))
         if space == len(self._space_ids):
             self._space_ids.append(shape.space_id)
         self.space[number], self.payload_bytes[number] = space, shape.payload_bytes
         self.codec[number], self.flags[number] = shape.codec, shape.flags
+        self.locked[number] = self._is_locked(shape.space_id, shape.codec)
+        self.any_locked |= bool(self.locked[number])
         self._numbers[shape] = number
         return number
 

@@ -8,7 +8,7 @@ meaning, placement or the network. Invariants:
 - A put goes record, index, presence; a removal goes mark on disk, presence, index. A crash in between leaves a record
   that recovery adopts, or a dead one that nobody serves.
 - A reader holds a lease on the segment outside the locks. Every read verifies header, location, key, mark and
-  payload; a failure is a miss and a quarantine.
+  payload; a failure is a miss and a quarantine. A block whose cipher key is not there is a miss, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.daemon.bounds import Bounds
-from kvstore.daemon.codec import Codec, decompress
+from kvstore.daemon.cipher import UNKNOWN_SLOT, Ciphers, KeyMissing
+from kvstore.daemon.codec import Codec, decompress, is_encrypted, packing_of, with_slot
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
 from kvstore.daemon.confirmations import Confirmations
@@ -89,12 +90,19 @@ class Shard:
     """Thread-safe. ``pins`` is replaced as a whole by ``set_pins``; ``rules`` by ``set_rules``."""
 
     def __init__(
-        self, parts: ShardParts, rules: ClassRules, pins: Pins, commit_window_s: float, bounds: Bounds
+        self,
+        parts: ShardParts,
+        rules: ClassRules,
+        pins: Pins,
+        commit_window_s: float,
+        bounds: Bounds,
+        ciphers: Ciphers,
     ) -> None:
         self._parts = parts
         self._ledger = parts.ledger
         self._rules = rules
         self._pins = pins
+        self._ciphers = ciphers
         self._writer = threading.Lock()
         self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
         writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
@@ -102,6 +110,7 @@ class Shard:
         self._confirmations = Confirmations(parts.ledger, commit_window_s)
         self._sealer = Sealer(self._seal)
         self.condition = Condition(parts.ledger, parts.layout, bounds.wear)
+        self.relock()
 
     @classmethod
     def open(
@@ -117,6 +126,7 @@ class Shard:
         commit_window_s: float,
         events: EventLog,
         bounds: Bounds,
+        ciphers: Ciphers,
     ) -> Shard:
         """Open a locked volume: its segments, its index (rebuilt if need be), and everything acknowledged.
 
@@ -144,7 +154,7 @@ class Shard:
             ledger.mend_index()
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
-            shard = cls(parts, rules, pins, commit_window_s, bounds)
+            shard = cls(parts, rules, pins, commit_window_s, bounds, ciphers)
             shard.set_pins(pins)
             if not shard._reclaimer.reduce_to_capacity(now_s):
                 raise VolumeError(
@@ -162,6 +172,11 @@ class Shard:
         """From now on a put does not wait until a full segment is on disk."""
         self._sealer.start()
         self._ledger.segments.seal_beside(self._sealer.offer)
+
+    def relock(self) -> None:
+        """Cipher keys or spaces changed: which blocks can be read now?"""
+        with self._ledger.lock:
+            self._ledger.presence.shapes.lock(self._ciphers.is_locked)
 
     def scrubber(self, bytes_per_s: int, clock: Clock) -> Scrubber:
         """A background scrub of this shard, yet to be started."""
@@ -217,6 +232,9 @@ class Shard:
                 return GetStatus.WRONG_SIZE
             try:
                 self._read(space_id, name, place, buffer)
+            except KeyMissing as error:
+                counters.misses += 1
+                return self._without_key(place, error)
             except (RecordDamaged, OSError) as error:
                 memoryview(buffer).cast("B")[:] = bytes(len(buffer))
                 if _is_elsewhere(error):
@@ -237,6 +255,10 @@ class Shard:
                 break
             try:
                 lease = self._lease(space_id, name, place)
+            except KeyMissing as error:
+                self._without_key(place, error)
+                self._ledger.give_back(place)
+                break
             except (RecordDamaged, OSError) as error:
                 self._failed_read(place, error, now_s)
                 self._ledger.give_back(place)
@@ -283,14 +305,12 @@ class Shard:
         self._ledger.give_back(place)
 
     def _lease(self, space_id: SpaceId, name: BlockName, place: Place) -> PayloadLease:
-        """The lease of a place that was taken. Raises RecordDamaged or OSError."""
+        """The lease of a place that was taken. Raises as ``_unpack``."""
         data: bytes | None = None
         if place.codec == Codec.NONE:
             header = self._check(space_id, name, *place.segment.read_header(place.offset))
         else:
-            payload = bytearray(place.payload_bytes)
-            header = self._read(space_id, name, place, payload)
-            data = bytes(payload)
+            header, data = self._unpack(space_id, name, place)
         return PayloadLease(place, header, data, lambda: self._ledger.give_back(place))
 
     def report_corrupt(self, space_id: SpaceId, name: BlockName, now_s: float) -> bool:
@@ -300,6 +320,8 @@ class Shard:
                 return False
             try:
                 self._read(space_id, name, place, bytearray(place.payload_bytes))
+            except KeyMissing as error:
+                self._without_key(place, error)
             except (RecordDamaged, OSError) as error:
                 status = self._failed_read(place, error, now_s)
                 return status is GetStatus.CORRUPT or isinstance(error, OSError)
@@ -467,6 +489,8 @@ class Shard:
             return {
                 "blocks": len(alive),
                 "blocks_expired_unswept": len(used) - len(alive),
+                "blocks_encrypted": presence.shapes.rows_encrypted(),
+                "blocks_without_key": presence.shapes.rows_locked(),
                 "blocks_max": self._reclaimer.blocks_max,
                 "payload_bytes": sum(effect.payload_bytes for effect in effects),
                 "pinned_blocks": len(presence.pinned_slots(now_s)),
@@ -554,13 +578,26 @@ class Shard:
                 self._ledger.segments.seal_if_still(segment, generation)
 
     def _read(self, space_id: SpaceId, name: BlockName, place: Place, buffer: bytearray | memoryview) -> RecordHeader:
-        """Read and verify a whole block into a buffer of its payload's length. Raises RecordDamaged or OSError."""
+        """Read and verify a whole block into a buffer of its payload's length. Raises as ``_unpack``."""
         if place.codec == Codec.NONE:
             return self._check(space_id, name, *place.segment.read_record(place.offset, buffer))
+        header, payload = self._unpack(space_id, name, place)
+        memoryview(buffer).cast("B")[:] = payload
+        return header
+
+    def _unpack(self, space_id: SpaceId, name: BlockName, place: Place) -> tuple[RecordHeader, bytes]:
+        """The payload of a block that is not stored as it is. Raises KeyMissing, RecordDamaged or OSError."""
         stored = bytearray(place.segment.read_header(place.offset)[0].stored_bytes)
         header = self._check(space_id, name, *place.segment.read_record(place.offset, stored))
-        memoryview(buffer).cast("B")[:] = decompress(header.codec, stored, header.payload_bytes)
-        return header
+        packed = self._ciphers.decrypt(header, stored) if is_encrypted(header.codec) else stored
+        return header, decompress(packing_of(header.codec), packed, header.payload_bytes)
+
+    def _without_key(self, place: Place, error: KeyMissing) -> GetStatus:
+        """A block whose cipher key turned out to be missing when it was read."""
+        self._ledger.counters.key_missing += 1
+        if error.renumbered:
+            self._ledger.lock_out(place, with_slot(place.codec, UNKNOWN_SLOT))
+        return GetStatus.MISS
 
     def _check(self, space_id: SpaceId, name: BlockName, header: RecordHeader, mark: Mark | None) -> RecordHeader:
         """The record must be the block asked for, and living."""

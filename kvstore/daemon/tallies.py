@@ -28,6 +28,8 @@ class Counters:
     hits: int = 0
     misses: int = 0
     corrupt: int = 0
+    key_missing: int = 0
+    """Those of the misses whose block is here, encrypted under a cipher key that is not."""
     read_errors: int = 0
     bytes_read: int = 0
     extents_read: int = 0

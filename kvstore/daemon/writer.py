@@ -56,7 +56,8 @@ Pins = Mapping[tuple[SpaceId, BlockKey], int]
 
 
 class _Batch:
-    """One put under way. ``replaces``: by position, the touches to carry over from an approximate record.
+    """One put under way. ``replaces``: by position, the touches to carry over from an approximate record, or
+    from one whose cipher key is gone.
 
     Not where that record is: making room for this very put may move or recycle it.
     """
@@ -207,7 +208,8 @@ class Writer:
         if place is None or not presence.is_alive(slot, batch.now_s):
             batch.expired[at] = slot, place
             return None
-        if place.flags & FLAG_APPROXIMATE and not row["flags"] & FLAG_APPROXIMATE:
+        exact_at_last = place.flags & FLAG_APPROXIMATE and not row["flags"] & FLAG_APPROXIMATE
+        if exact_at_last or presence.is_locked(slot):
             presence.touch(slot, batch.class_byte, batch.now_s)
             batch.replaces[at] = presence.touches(slot)
             return None

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.daemon.cipher import CipherKey, Keyring
 from kvstore.daemon.files import Files
 from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node, NodeConfig
@@ -45,13 +46,15 @@ class _Clock:
 
 
 class PowerRig:
-    """One node that loses its power several times."""
+    """One node that loses its power several times; it encrypts, or not, as chance has it."""
 
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder = folder
         self.book = Book(chance.getrandbits(64))
         self.fates: Counter[str] = Counter()
         self._chance = chance
+        own = CipherKey.make(1, chance.randbytes(32), default=True)
+        self._keyring = Keyring(default=(own,) if chance.random() < 0.5 else ())
         self._clock = _Clock()
 
     @property
@@ -147,6 +150,7 @@ class PowerRig:
             capacity_bytes=CAPACITY_BYTES,
             segment_bytes=SEGMENT_BYTES,
             state_pool_bytes=MIB,
+            keyring=self._keyring,
         )
         node = Node.open(config, self._clock, RULES, files=files)
         for space in spaces():

@@ -1,5 +1,6 @@
-"""Fuzzing targets of who may speak to a daemon: the tokens file, HELLO before a daemon that asks for a token, and a
-tenant that asks for another's blocks."""
+"""Fuzzing targets of who may speak to a daemon, and of its secrets: the tokens file, the cipher keys, HELLO before a
+daemon that asks for a token, and a tenant that asks for another's blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import hashlib
 
 from kvstore import limits, wire
 from kvstore.daemon.admission import Admission
+from kvstore.daemon.cipher import NUMBER_MAX, Keyring
+from kvstore.daemon.keyring import decode_keyring
 from kvstore.daemon.request import SCRATCH_BYTES, Connection
 from kvstore.daemon.rights import OPCODES, Role, grant_of
 from kvstore.daemon.session import Session
@@ -23,6 +26,7 @@ from tests.support.spaces import a_chain, a_space
 
 TOKEN = "sixteen letters!"
 SECRET = b"another's"
+CIPHER_KEY = "00112233445566778899aabbccddeeff" * 2
 OWN = a_space(tenant_salt=tenant_salt("acme"))
 _TENANT = Tokens([Token(hashlib.sha256(TOKEN.encode()).digest(), grant_of(["tenant:acme"]))])
 _TENANT_HELLO = wire.encode_frame(
@@ -56,6 +60,33 @@ def tokens_seeds() -> list[bytes]:
         f'token_sha256 = "{digest}"\nroles = ["reader"]',
     ]
     return [f"[[tokens]]\n{row}\n".encode() for row in rows] + [b"tokens = [[1]]", b"[tokens]\nroles = []"]
+
+
+def keyring(data: bytes) -> None:
+    """Bytes of a file of cipher keys: keys of slots that a codec byte has room for, the last one the highest; or a
+    ValueError, which tells no key.
+    """
+    found, told = Keyring(), ""
+    try:
+        found = decode_keyring(data)
+    except ValueError as error:
+        told = str(error)
+    assert CIPHER_KEY not in told
+    for salt, keys in (*found.own.items(), (None, found.default)):
+        slots = [key.slot for key in keys]
+        assert slots == sorted(set(slots))
+        assert all(1 <= slot - 32 * (salt is None) <= NUMBER_MAX for slot in slots)
+        assert found.writing(salt) == (keys[-1] if keys else None)
+
+
+def keyring_seeds() -> list[bytes]:
+    key = f'key = "{CIPHER_KEY}"'
+    rows = [f'tenant = "acme"\nnumber = 1\n{key}', f"number = 30\n{key}", f'tenant = "acme"\nnumber = 2\n{key}']
+    return [f"[[keys]]\n{row}\n".encode() for row in rows] + [
+        b"keys = []",
+        "".join(f"[[keys]]\n{row}\n" for row in rows).encode(),
+        f"keys = {CIPHER_KEY}".encode(),
+    ]
 
 
 def trespass(data: bytes) -> None:

@@ -48,7 +48,7 @@ from kvstore.daemon.segment import (
 )
 from kvstore.errors import VolumeFormat
 from kvstore.keys import BlockKey, SpaceId, TokenDigest, space_id
-from kvstore.limits import PAYLOAD_BYTES_MAX
+from kvstore.limits import PAYLOAD_BYTES_MAX, STORED_BYTES_MAX
 from kvstore.store import Pin, Policy
 from kvstore.testing import TEST_RULES
 from tests.fuzz.program import Program
@@ -114,7 +114,8 @@ def _judge(head: bytes) -> None:
     except RecordDamaged:
         return
     assert (found.segment, found.generation, found.offset) == (NUMBER, GENERATION, RECORD_ALIGN)
-    assert max(found.stored_bytes, found.payload_bytes) <= PAYLOAD_BYTES_MAX
+    assert found.stored_bytes <= STORED_BYTES_MAX
+    assert found.payload_bytes <= PAYLOAD_BYTES_MAX
     again = encode_header(found)
     assert decode_header(again, segment=NUMBER, generation=GENERATION, offset=RECORD_ALIGN) == found
 

@@ -26,6 +26,7 @@ TARGETS: dict[str, Target] = {
     "control": Target(wire_targets.control_message, wire_targets.control_seeds),
     "conversation": Target(wire_targets.conversation, wire_targets.conversation_seeds),
     "tokens": Target(access_targets.tokens, access_targets.tokens_seeds),
+    "keyring": Target(access_targets.keyring, access_targets.keyring_seeds),
     "trespass": Target(access_targets.trespass, access_targets.trespass_seeds),
     "greeting": Target(access_targets.greeting, access_targets.greeting_seeds, 256),
     "plan": Target(reader_targets.plan, reader_targets.plan_seeds, 512),

@@ -6,6 +6,7 @@ import contextlib
 import random
 from pathlib import Path
 
+from kvstore.daemon.cipher import Keyring
 from kvstore.daemon.files import Files
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.keys import BlockName, SpaceId
@@ -26,6 +27,7 @@ def open_node(
     rules: ClassRules | None = TEST_RULES,
     files: Files | None = None,
     directories: int = 1,
+    keyring: Keyring | None = None,
 ) -> Node:
     """A node over ``directories`` data directories under ``path``."""
     config = NodeConfig(
@@ -33,6 +35,7 @@ def open_node(
         capacity_bytes=capacity_bytes,
         state_pool_bytes=MIB,
         state_ttl_s=600.0,
+        keyring=keyring or Keyring(),
     )
     return Node.open(config, clock, rules, "test policy", files=files)
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvstore import limits
 from kvstore.client import StoreClient
 from kvstore.daemon.admission import Admission
+from kvstore.daemon.cipher import CipherKey, Keyring
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.rights import grant_of
@@ -44,13 +45,18 @@ def open_memory(clock: ManualClock) -> MemoryStore:
 
 
 def open_node(
-    data: Path, clock: ManualClock, capacity_bytes: int = CAPACITY_BYTES, rules: ClassRules = TEST_RULES
+    data: Path,
+    clock: ManualClock,
+    capacity_bytes: int = CAPACITY_BYTES,
+    rules: ClassRules = TEST_RULES,
+    keyring: Keyring | None = None,
 ) -> Node:
     config = NodeConfig(
         directories=(data,),
         capacity_bytes=capacity_bytes,
         segment_bytes=limits.MIB,
         state_pool_bytes=STATE_POOL_BYTES,
+        keyring=keyring or Keyring(),
     )
     return Node.open(config, clock, rules)
 
@@ -113,14 +119,20 @@ def _node(stack: ExitStack) -> Subject:
 
 
 def _client(
-    stack: ExitStack, nodes: int, pick: Callable[[Server], str], on_disk: bool, *, same_host: bool = False
+    stack: ExitStack,
+    nodes: int,
+    pick: Callable[[Server], str],
+    on_disk: bool,
+    *,
+    same_host: bool = False,
+    keyring: Keyring | None = None,
 ) -> Subject:
     clock = ManualClock()
     backends, addresses = [], []
     for at in range(nodes):
         folder = stack.enter_context(short_dir())
         if on_disk:
-            backend: Any = open_node(folder / "data", clock)
+            backend: Any = open_node(folder / "data", clock, keyring=keyring)
             stack.callback(backend.close)
         else:
             backend = open_memory(clock)
@@ -172,6 +184,9 @@ def _by_role(stack: ExitStack, role: str) -> Subject:
     return Subject(ByRole(data, control), clock, (backend,))
 
 
+EVERYBODY = Keyring(default=(CipherKey.make(1, bytes(range(32)), default=True),))
+"""One cipher key for the blocks of all spaces."""
+
 SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
     "memory": _memory,
     "node": _node,
@@ -180,6 +195,7 @@ SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
     "local": lambda stack: _client(stack, 1, _unix, on_disk=True, same_host=True),
     "two-nodes": lambda stack: _client(stack, 2, _unix, on_disk=True, same_host=True),
     "memory-served": lambda stack: _client(stack, 1, _unix, on_disk=False, same_host=True),
+    "encrypted": lambda stack: _client(stack, 1, _unix, on_disk=True, same_host=True, keyring=EVERYBODY),
     "worker-token": lambda stack: _by_role(stack, "worker"),
     "tenant-token": lambda stack: _by_role(stack, f"tenant:{TENANT}"),
 }

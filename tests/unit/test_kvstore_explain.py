@@ -56,6 +56,12 @@ def test_each_presence_is_its_own_cause(reason: str) -> None:
     assert told_cause in CAUSES
 
 
+def test_a_block_whose_cipher_key_is_gone_is_told_from_one_that_was_deleted() -> None:
+    """It is here, so nobody knows since when it cannot be read."""
+    texts = [told(a_record("purged"), Sighting(Presence.PURGED, since_s, 0, ())).sentence for since_s in (0, 5)]
+    assert ["cipher key" in text for text in texts] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("record", "cause"),
     [

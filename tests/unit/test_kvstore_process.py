@@ -244,6 +244,28 @@ def test_a_directory_in_use_or_of_another_kind_is_refused(folder: Path) -> None:
     assert (folder / "foreign" / "family.jpg").exists()
 
 
+def test_a_cipher_key_that_leaves_its_file_purges_while_the_daemon_runs(folder: Path) -> None:
+    """Its blocks were served over the socket, never lent; a file that it cannot use refuses the start."""
+    keys = folder / "keys.toml"
+    keys.write_text(f'[[keys]]\nnumber = 1\nkey = "{"5a" * 32}"\n')
+    refused = start(folder, "--encryption-keys", str(keys))
+    assert "chmod 600" in refused.communicate(timeout=30)[1]
+    keys.chmod(0o600)
+    with daemon(folder, "--encryption-keys", str(keys)) as (_, ready), client_of(f"unix:{ready['unix']}") as client:
+        chain = a_chain(client.register_space(a_space()), 5)
+        put_chain(client, chain, AGENT)
+        buffers = [bytearray(1000) for _ in chain.names]
+        assert client.get_into(chain.space_id, chain.names, buffers) == [GetStatus.OK] * 5
+        assert client.stats()["blocks_encrypted"] == 5
+        keys.write_text("keys = []")
+        end_s = time.monotonic() + 20
+        while client.stats()["blocks_without_key"] < 5 and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert client.get_into(chain.space_id, chain.names, buffers) == [GetStatus.MISS] * 5
+        assert client.lookup(chain.space_id, chain.names).prefix_blocks() == 0
+        assert client.stats()["quarantined"] == 0
+
+
 def test_explain_asks_the_store_and_names_the_field(folder: Path) -> None:
     """A request whose weights changed: explain says that the same tokens lie in a space with other weights."""
     old, new = a_space(), a_space(weights_digest=b"new weights")

@@ -141,11 +141,21 @@ def test_show_counts_expired_and_pinned_blocks_apart(shop: Filled) -> None:
     assert (chat["expired_blocks"], chat["pinned_blocks"]) == (0, 0)
 
 
+def test_show_says_how_many_blocks_no_cipher_key_reads(shop: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where there are any."""
+    assert shop.json("show")["blocks_without_key"] == 0
+    assert "cipher key" not in shop.ok("show")
+    told = shop.store.stats() | {"blocks_without_key": 1234}
+    monkeypatch.setattr(shop.store, "stats", lambda **_: told)
+    assert shop.json("show")["blocks_without_key"] == 1234
+    assert "1,234 blocks" in shop.ok("show")
+
+
 def test_show_of_an_empty_store() -> None:
     """Nothing stored is a result, not an error."""
     clock = ManualClock()
     shop = Shop({"node": MemoryStore(clock)}, clock)
-    assert shop.json("show") == {"rows": [], "nodes_failed": {}}
+    assert shop.json("show") == {"rows": [], "nodes_failed": {}, "blocks_without_key": 0}
     assert shop.ok("show") == "no blocks are stored\n"
 
 
