@@ -255,10 +255,10 @@ def _removal(removal: Removal, now_s: float) -> Iterator[tuple[str, str]]:
         yield "under policy", "one that is not remembered any more"
     if removal.order is not None:
         order = removal.order
-        perhaps = "" if removal.order_certain else "perhaps, since of which space it was is not remembered: "
+        perhaps = "" if removal.order_certain else " (perhaps: it went meanwhile, but its space is not remembered)"
         whose = f" for tenant {printable(order.tenant)}" if order.tenant else ""
         why = f": {printable(order.reason)}" if order.reason else ""
-        yield "by purge", f"{perhaps}{order.purge_id}{whose}, ordered by {printable(order.author) or 'somebody'}{why}"
+        yield "by purge", f"{order.purge_id}{whose}, ordered by {printable(order.author) or 'somebody'}{why}{perhaps}"
     elif removal.reason == Presence.PURGED:
         yield "by purge", "no order with a receipt that is remembered names it: a purge without --proof, or long ago"
 

@@ -144,8 +144,10 @@ class Fleet:
         return answers, failures
 
     def control_every(self, verb: str, args: Mapping[str, Any], deadline_s: float) -> dict[int, Any]:
-        """Ask every node; raises Unavailable, naming them, if any did not answer."""
+        """Ask every node; raises Unavailable, naming them, if any did not answer, or what kept the only one from it."""
         answers, failures = self.control_all(verb, args, deadline_s)
+        if failures and len(self.links) == 1:
+            raise first(failures)
         if failures:
             names = "; ".join(f"{self.links[node].name}: {error}" for node, error in sorted(failures.items()))
             raise Unavailable(f"not every node answered {verb!r} ({names})")

@@ -192,3 +192,12 @@ def test_a_plan_without_end_is_printed_and_is_json() -> None:
     assert "without end" in result.stdout
     assert "more than 100 years" in run("--hit", "0.999999999999", "--capacity", "100PiB").stdout
     assert "Infinity" not in run("--hit", "1", "--capacity", "1PiB", "--json").stdout
+
+
+def test_bytes_a_token_are_a_number_or_a_size() -> None:
+    """The option's name has the unit of a bare number; with another unit it is a size as everywhere."""
+    documents = [run("--bytes-per-token", text, "--json").stdout for text in ("23040", "2.304e4", "22.5KiB")]
+    assert len(set(documents)) == 1
+    wrong = run("--bytes-per-token", "22.5 kibi")
+    assert wrong.exit_code == EXIT_USAGE
+    assert "unknown unit" in wrong.stderr or "not a size" in wrong.stderr
