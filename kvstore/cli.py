@@ -88,6 +88,10 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             str | None,
             typer.Option(help="Left free on each file system; 0: nothing. [default: 1 % of it, at most 10GiB]"),
         ] = None,
+        overwrite_aged: Annotated[
+            bool | None,
+            typer.Option(help="Write zeros over what outlived its maximum age, slowly. [default: mark it as zeros]"),
+        ] = None,
         pin_quota: Annotated[
             str | None, typer.Option(help="Bytes that one owner may pin; 0: any. [default: a quarter of the capacity]")
         ] = None,
@@ -127,6 +131,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "sweep_every": sweep_every,
             "scrub_rate": scrub_rate,
             "free_min": free_min,
+            "overwrite_aged": overwrite_aged,
             "pin_quota": pin_quota,
             "peers": peers or None,
             "peer_token": peer_token,
@@ -215,6 +220,9 @@ def _shown(name: str, value: object) -> str:
 def fsck(
     directory: Annotated[Path, typer.Argument(help="Data directory of a store that is not running.")],
     repair: Annotated[bool, typer.Option(help="Drop bad records, and an index that does not fit.")] = False,
+    catalog: Annotated[
+        Path | None, typer.Option(help="The node's catalog.json, for its policy, if it lies in another directory.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every record, the index and the bytes of a data directory.
@@ -228,7 +236,7 @@ def fsck(
             print(f"\r{done}/{total} segments", end="" if done < total else "\n", file=sys.stderr, flush=True)
 
     with reported():
-        report = check(directory, repair, progress, now_s=int(time.time()))
+        report = check(directory, repair, progress, now_s=int(time.time()), catalog=catalog)
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:
@@ -249,6 +257,8 @@ def _print_fsck(report: Mapping[str, Any]) -> None:
         f"{format_bytes_short(report['live_bytes'])} live, {format_bytes_short(report['dead_bytes'])} dead, "
         f"{format_bytes_short(report['free_bytes'])} free; {report['index_entries']} index entries"
     )
+    if report["overdue_records"]:
+        print(f"{report['overdue_records']} blocks outlived their maximum age on this disk: the next sweep erases them")
     if report["live_records"] and not report["index_entries"]:
         print("no index: the next start rebuilds it from the segments")
     found = ", ".join(f"{count} {kind}" for kind, count in report["findings_by_kind"].items())

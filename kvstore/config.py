@@ -39,6 +39,8 @@ class StoreConfig:
     ``same_host``: lend segments to clients on the Unix socket, and take puts from their memory. ``scrub_bytes_per_s``:
     how fast each data directory is verified in the background, 0 for not at all. ``free_min_bytes``: what is left
     free on the file system of each data directory, None for a hundredth of it.
+    ``overwrite_aged``: what outlived its class's maximum age is overwritten with zeros, not only made zeros of by the
+    file system.
     ``pin_quota_bytes``: payload bytes that one owner may pin, legal holds aside; 0: any; None: a quarter of the
     capacity. ``peers``: nodes that are asked at start which purges this one missed, with an operator's token in the
     file ``peer_token``. ``encryption_keys``: a file of cipher keys, or ``encryption_command``: what prints them.
@@ -61,6 +63,7 @@ class StoreConfig:
     same_host: bool = True
     scrub_bytes_per_s: int = SCRUB_BYTES_PER_S_DEFAULT
     free_min_bytes: int | None = None
+    overwrite_aged: bool = False
     pin_quota_bytes: int | None = None
     peers: tuple[str, ...] = ()
     peer_token: Path | None = None
@@ -193,6 +196,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "same_host": ("same_host", _switch),
     "scrub_rate": ("scrub_bytes_per_s", _rate),
     "free_min": ("free_min_bytes", _bytes_or_none),
+    "overwrite_aged": ("overwrite_aged", _switch),
     "pin_quota": ("pin_quota_bytes", _bytes_or_none),
     "peers": ("peers", _addresses),
     "peer_token": ("peer_token", _path),

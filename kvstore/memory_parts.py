@@ -11,7 +11,7 @@ from kvstore.store import Buffer, ClassEffect
 
 @dataclass(slots=True)
 class MemoryBlock:
-    """One block: its name, its bytes, and the last touch of each class."""
+    """One block: its name, its bytes, the class that wrote it, and the last touch of each class."""
 
     space_id: SpaceId
     name: BlockName
@@ -20,6 +20,7 @@ class MemoryBlock:
     payload: bytes
     checksum: int
     written_s: int
+    class_byte: int = 0
     touches: dict[int, int] = field(default_factory=dict)
 
 

@@ -294,7 +294,8 @@ def _flow_of(class_byte: int, rules: ClassRules, ingest: ClassIngest | None, roo
         return _Flow(*who, 0.0, 0.0, 0.0, 0.0, 0.0)
     stretch = 1 + ingest.lengthened_bytes(window_s) / (rate * keep_for_s)
     whole = max(stretch, 1 + ingest.segments_bytes(window_s) / (rate * keep_for_s))
-    segments_per_day = max(rate * DAY_S / room.held_bytes(ingest.record_bytes) + 0.5, 1.0)
+    begun_per_day = DAY_S / rule.age_span_s if rule and rule.max_age_s else 1.0
+    segments_per_day = max(rate * DAY_S / room.held_bytes(ingest.record_bytes) + begun_per_day / 2, begun_per_day)
     by_segments = segments_per_day * room.segment_bytes / DAY_S
     slope = max(by_segments, rate * room.weight(ingest.record_bytes))
     return _Flow(*who, rate, slope * (stretch + whole) / 2, slope * whole, room.segment_bytes / 2, keep_for_s * whole)

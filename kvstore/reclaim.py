@@ -3,7 +3,8 @@
 Owns the order of reclaiming. Does not know files, locks or blocks' contents; the shard carries the choice out. Order:
 segments whose every promise is past; segments mostly dead, whose few living blocks move on (nothing is lost); then
 living blocks, by class priority down to each class's floor, earliest promise first, whole segments. Pinned blocks are
-never dropped, and no living block at all where only lossless steps are asked for.
+never dropped, and no living block at all where only lossless steps are asked for. Nothing is rewritten out of a segment
+whose class has a maximum age: its blocks age, and are erased, together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SegmentUsage(NamedTuple):
     may be thousands: a frozen dataclass takes four times as long.)
 
     ``begun`` counts up with every segment begun, so that of equal promises the older goes.
-    ``busy``: leased by a reader, or it failed a write.
+    ``busy``: leased by a reader, or it failed a write. ``ages``: its class has a maximum age.
     """
 
     segment: int
@@ -49,6 +50,7 @@ class SegmentUsage(NamedTuple):
     promise_until_s: int
     begun: int
     busy: bool
+    ages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless
     empty = [usage for usage in idle if usage.alive_bytes == 0]
     if empty:
         return Step(min(empty, key=lambda usage: (usage.promise_until_s, usage.segment)).segment, Action.FREE)
-    sparse = [usage for usage in idle if _is_sparse(usage.alive_bytes, usage)]
+    sparse = [usage for usage in idle if not usage.ages and _is_sparse(usage.alive_bytes, usage)]
     if sparse:
         return Step(min(sparse, key=lambda usage: (usage.alive_bytes, usage.segment)).segment, Action.MOVE_ALIVE)
     if lossless:
@@ -81,7 +83,7 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless
         usage
         for usage in idle
         if usage.segment_bytes <= spare_bytes[usage.class_byte]
-        and (usage.pinned_bytes == 0 or _is_sparse(usage.pinned_bytes, usage))
+        and (usage.pinned_bytes == 0 or (not usage.ages and _is_sparse(usage.pinned_bytes, usage)))
     ]
     if not possible:
         return None
@@ -101,6 +103,8 @@ def sweep_action(usage: SegmentUsage, now_s: int) -> Action | None:
         return None
     if usage.alive_bytes == 0:
         return Action.FREE
+    if usage.ages:
+        return None
     ends_soon = now_s < usage.promise_until_s <= now_s + REWRITE_AHEAD_S
     return Action.MOVE_ALIVE if _is_sparse(usage.alive_bytes, usage) and not ends_soon else None
 

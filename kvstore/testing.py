@@ -41,6 +41,7 @@ from kvstore.store import (
 from kvstore.traffic import AGENT, CHAT, SECOND_TOUCH, SLIDING, ClassRule, ClassRules, TrafficClass
 
 DAY_S = 86_400
+NEVER_S = 2**62
 TEST_RULES = ClassRules(
     (
         ClassRule(AGENT, "agent", keep_for_s=3 * DAY_S, priority=100),
@@ -207,7 +208,7 @@ class MemoryStore:
         touches: dict[int, int] = dict(old.touches) if old else {traffic_class: now_s}
         self._payload_bytes += len(payload) - freed
         self._blocks[block.name.key] = MemoryBlock(
-            space_id, block.name, block.tokens, block.flags, payload, checksum, now_s, touches
+            space_id, block.name, block.tokens, block.flags, payload, checksum, now_s, traffic_class, touches
         )
         self._tombstones.pop(block.name.key, None)
         self._counts["puts"] += 1
@@ -536,7 +537,16 @@ class MemoryStore:
 
     def _keep_until_s(self, block: MemoryBlock, rules: ClassRules | None = None) -> int:
         in_force = rules or self._policy.rules
-        return max(touch_s + in_force.keep_for_s(class_byte) for class_byte, touch_s in block.touches.items())
+        until_s = max(touch_s + in_force.keep_for_s(class_byte) for class_byte, touch_s in block.touches.items())
+        return min(until_s, self._ends_s(block, in_force))
+
+    def _ends_s(self, block: MemoryBlock, rules: ClassRules) -> int:
+        """When a block is as old as it may become; no pin matters for that, but a legal hold does."""
+        rule = rules.by_byte(block.class_byte)
+        held = any(
+            place[0] == block.name.key and pin.hold and self._counts_now(pin) for place, pin in self._pins.items()
+        )
+        return block.written_s + rule.max_age_s if rule and rule.max_age_s and not held else NEVER_S
 
     def _is_pinned(self, key: BlockKey) -> bool:
         return any(place[0] == key and self._counts_now(pin) for place, pin in self._pins.items())
@@ -544,7 +554,10 @@ class MemoryStore:
     def _is_live(self, block: MemoryBlock | None, rules: ClassRules | None = None) -> bool:
         if block is None:
             return False
-        return self._is_pinned(block.name.key) or self._clock.now_s() < self._keep_until_s(block, rules)
+        now_s = self._clock.now_s()
+        if now_s >= self._ends_s(block, rules or self._policy.rules):
+            return False
+        return self._is_pinned(block.name.key) or now_s < self._keep_until_s(block, rules)
 
     def _live(self, space_id: SpaceId, name: BlockName) -> MemoryBlock | None:
         block = self._blocks.get(name.key)

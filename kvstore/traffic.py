@@ -34,6 +34,9 @@ KEEP_FOR_S_MAX = 50 * 365 * 86_400
 deadline is computed from them and the rules in force, as an i64, so no promise can overflow it."""
 TOUCH_PARTS = 1024
 """A touch that lengthens a promise by less than this part of its class's keep-for is not counted."""
+MAX_AGE_S_MIN = 60
+AGE_PARTS = 16
+AGE_SPAN_S_MAX = 3600
 FLOOR_BYTES_MAX = 2**60
 PRIORITY_MAX = 1_000_000
 
@@ -46,7 +49,8 @@ class ClassRule:
     a stored block, which later ones do not lengthen; ``floor_bytes`` physical bytes that eviction leaves to the class.
     ``priority``: classes with a lower number are evicted first. ``codec``: how payloads are stored. ``admission``:
     whether a new block is stored when it is offered, or when it is offered for the second time. ``write_budget_bytes``:
-    physical bytes of new blocks that a node stores in a day (UTC); 0: no bound.
+    physical bytes of new blocks that a node stores in a day (UTC); 0: no bound. ``max_age_s``: seconds from when the
+    class wrote a block, after which it is not served, however often it is used, and is erased; 0: none.
     """
 
     class_byte: TrafficClass
@@ -58,9 +62,17 @@ class ClassRule:
     admission: str = ALWAYS
     write_budget_bytes: int = 0
     keep: str = SLIDING
+    max_age_s: int = 0
 
     def __post_init__(self) -> None:
-        for number in (self.class_byte, self.keep_for_s, self.priority, self.floor_bytes, self.write_budget_bytes):
+        for number in (
+            self.class_byte,
+            self.keep_for_s,
+            self.priority,
+            self.floor_bytes,
+            self.write_budget_bytes,
+            self.max_age_s,
+        ):
             if not isinstance(number, int) or isinstance(number, bool):
                 raise ValueError(f"class {self.name!r}: {number!r} is not a whole number")
         if not 1 <= self.class_byte <= CLASS_MAX:
@@ -81,14 +93,26 @@ class ClassRule:
             raise ValueError(f"class {self.name!r}: keep {self.keep!r} is not one of {', '.join(KEEPS)}")
         if not 0 <= self.write_budget_bytes <= FLOOR_BYTES_MAX:
             raise ValueError(f"class {self.name!r}: write_budget {self.write_budget_bytes} is outside 0..1 EiB")
+        if self.max_age_s and not MAX_AGE_S_MIN <= self.max_age_s <= KEEP_FOR_S_MAX:
+            raise ValueError(f"class {self.name!r}: max_age_s {self.max_age_s} is outside 1 min..50 years")
+        if self.max_age_s and self.keep_for_s > self.max_age_s - self.age_span_s:
+            raise ValueError(
+                f"class {self.name!r}: kept for {self.keep_for_s} s, no block would reach that: with a max_age of "
+                f"{self.max_age_s} s it may be erased after {self.max_age_s - self.age_span_s} s"
+            )
         built_in = BUILT_IN_NAMES.get(self.name)
         if built_in is not None and built_in != self.class_byte:
             raise ValueError(f"class {self.name!r} is built in and has byte {built_in}, not {self.class_byte}")
         if built_in is None and self.class_byte < OPERATOR_CLASS_MIN:
             raise ValueError(f"class {self.name!r}: operator classes use bytes {OPERATOR_CLASS_MIN}..255")
 
+    @property
+    def age_span_s(self) -> int:
+        """Blocks that were written within this time of each other reach their maximum age together, with the first."""
+        return min(AGE_SPAN_S_MAX, max(1, self.max_age_s // AGE_PARTS))
 
-LATER: Mapping[str, object] = {"admission": ALWAYS, "write_budget_bytes": 0, "keep": SLIDING}
+
+LATER: Mapping[str, object] = {"admission": ALWAYS, "write_budget_bytes": 0, "keep": SLIDING, "max_age_s": 0}
 """Fields that the first rules did not have, and what their absence means."""
 
 

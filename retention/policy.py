@@ -48,7 +48,10 @@ class ClassChange:
     @property
     def shrinks(self) -> bool:
         """Whether some block of the class may lose its promise."""
-        return self.before is not None and self.after is not None and self.after.keep_for_s < self.before.keep_for_s
+        if self.before is None or self.after is None:
+            return False
+        ages = (self.before.max_age_s or KEEP_FOR_S_MAX, self.after.max_age_s or KEEP_FOR_S_MAX)
+        return self.after.keep_for_s < self.before.keep_for_s or ages[1] < ages[0]
 
 
 def parse_policy(text: str, *, capacity_bytes: int | None = None) -> ClassRules:
@@ -159,6 +162,8 @@ def policy_text(rules: ClassRules) -> str:
         ]
         if rule.keep != SLIDING:
             lines.append(f'keep = "{rule.keep}"')
+        if rule.max_age_s:
+            lines.append(f'max_age = "{format_duration(rule.max_age_s)}"')
         if rule.admission != ALWAYS:
             lines.append(f'admission = "{rule.admission}"')
         if rule.write_budget_bytes:
@@ -213,6 +218,7 @@ def _parse_class(name: str, table: object, problems: list[str]) -> ClassRule | N
                 admission=values["admission"],
                 write_budget_bytes=values["write_budget"],
                 keep=values["keep"],
+                max_age_s=values["max_age"],
             )
         except ValueError as error:
             found.append(str(error))
@@ -242,6 +248,17 @@ def _read_keep_for(_name: str, value: object) -> int:
         return parse_keep_for(value)
     except ValueError as error:
         raise ValueError(f"keep_for: {error}") from error
+
+
+def _read_max_age(_name: str, value: object) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, str):
+        raise ValueError(f'max_age {_shown(value)}: write a duration with units, like max_age = "30d"')
+    try:
+        return parse_keep_for(value)
+    except ValueError as error:
+        raise ValueError(f"max_age: {error}") from error
 
 
 def _read_priority(_name: str, value: object) -> int:
@@ -288,6 +305,7 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "priority": _read_priority,
     "floor": _read_floor,
     "keep": _one_of("keep", KEEPS),
+    "max_age": _read_max_age,
     "codec": _one_of("codec", CODECS),
     "admission": _one_of("admission", ADMISSIONS),
     "write_budget": _read_write_budget,

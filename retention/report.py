@@ -222,7 +222,18 @@ def unruled_lines(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], fact
 
 def policy_table(policy: Policy) -> Table:
     table = Table(title=f"policy, version {policy.version}")
-    for heading in ("class", "byte", "keep for", "keep", "priority", "floor", "codec", "admission", "write budget"):
+    for heading in (
+        "class",
+        "byte",
+        "keep for",
+        "keep",
+        "max age",
+        "priority",
+        "floor",
+        "codec",
+        "admission",
+        "write budget",
+    ):
         table.add_column(heading)
     for rule in policy.rules.rules:
         table.add_row(rule.name, str(rule.class_byte), *(value for _, value in _rule_values(rule)))
@@ -366,6 +377,7 @@ def _rule_values(rule: ClassRule) -> tuple[tuple[str, str], ...]:
     return (
         ("keep_for", format_duration(rule.keep_for_s)),
         ("keep", rule.keep),
+        ("max_age", format_duration(rule.max_age_s) if rule.max_age_s else "-"),
         ("priority", str(rule.priority)),
         ("floor", format_bytes(rule.floor_bytes)),
         ("codec", rule.codec),

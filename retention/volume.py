@@ -42,6 +42,7 @@ class Shelf:
             rule.class_byte: np.zeros(len(before), dtype=np.bool_) for rule in rules.rules if rule.keep == FIXED
         }
         """By class whose promises are fixed: whether it has touched each block that is there."""
+        self.max_ages_s: dict[int, int] = {rule.class_byte: rule.max_age_s for rule in rules.rules if rule.max_age_s}
         self.slots = slots
         self.until_s = np.zeros(len(before), dtype=np.int64)
         self.places = np.full(len(before), -1, dtype=np.int64)
@@ -49,20 +50,25 @@ class Shelf:
         """By life: whether the segment's sums are to be taken anew."""
         self.classes = np.zeros(_LIVES_FIRST, dtype=np.uint8)
         """By life: the class that the segment was begun for."""
+        self.ends_s = np.full(_LIVES_FIRST, NEVER_S, dtype=np.int64)
+        """By life: when what it holds is as old as it may become."""
         self.lives = 0
 
-    def new_life(self, class_byte: int) -> int:
+    def new_life(self, class_byte: int, now_s: int) -> int:
         life = self.lives
         self.lives += 1
         if life == len(self.changed):
             self.changed = np.append(self.changed, np.zeros_like(self.changed))
             self.classes = np.append(self.classes, np.zeros_like(self.classes))
+            self.ends_s = np.append(self.ends_s, np.full_like(self.ends_s, NEVER_S))
         self.classes[life] = class_byte
+        if class_byte in self.max_ages_s:
+            self.ends_s[life] = now_s + self.max_ages_s[class_byte]
         return life
 
     def store(self, blocks: Blocks, class_byte: int, until_s: int) -> None:
-        """Blocks were written for a class."""
-        self.until_s[blocks] = until_s
+        """Blocks were written for a class, to the places that they have now."""
+        self.until_s[blocks] = self._capped(until_s, blocks)
         if class_byte in self._touched:
             self._touched[class_byte][blocks] = True
 
@@ -72,11 +78,19 @@ class Shelf:
         if touched is not None:
             blocks = blocks[~touched[blocks]]
             touched[blocks] = True
-        gained_s = now_s + keep_for_s - self.until_s[blocks]
-        gaining = blocks[(gained_s > 0) & (gained_s * TOUCH_PARTS >= keep_for_s)]
+        until_s = self._capped(now_s + keep_for_s, blocks)
+        gained_s = until_s - self.until_s[blocks]
+        gains = (gained_s > 0) & (gained_s * TOUCH_PARTS >= keep_for_s)
+        gaining = blocks[gains]
         if len(gaining):
-            self.until_s[gaining] = now_s + keep_for_s
+            self.until_s[gaining] = until_s[gains]
             self.changed[self.places[gaining] // self.slots] = True
+
+    def _capped(self, until_s: int, blocks: Blocks) -> Blocks:
+        """A deadline, or when each block is as old as it may become."""
+        if not self.max_ages_s:
+            return np.full(len(blocks), until_s, dtype=np.int64)
+        return np.minimum(until_s, self.ends_s[self.places[blocks] // self.slots])
 
     def forget(self, blocks: Blocks) -> None:
         self.changed[self.places[blocks] // self.slots] = True
@@ -111,6 +125,7 @@ class _Segment:
     class_byte: int
     day: int
     begun: int
+    created_s: int
     rows: Blocks
     used: int = 0
     alive: int = 0
@@ -241,6 +256,7 @@ class Volume:
             promise_until_s=segment.promise_until_s,
             begun=segment.begun,
             busy=False,
+            ages=segment.class_byte in self.shelf.max_ages_s,
         )
 
     def _in_use(self, now_s: int) -> list[_Segment]:
@@ -280,27 +296,31 @@ class Volume:
 
     def _segment_for(self, class_byte: int, day: int, now_s: int) -> _Segment | None:
         """A segment with room for a new record, others recycled if need be; None: refused."""
-        segment = self._open_for(class_byte, day)
+        segment = self._open_for(class_byte, day, now_s)
         while segment is None:
             if not self._make_room(lambda: self._free_count > SPARE_SEGMENTS, now_s):
                 return None
-            segment = self._open_for(class_byte, day) or self._begin(class_byte, day, SPARE_SEGMENTS)
+            segment = self._open_for(class_byte, day, now_s) or self._begin(class_byte, day, now_s, SPARE_SEGMENTS)
         return segment
 
-    def _open_for(self, class_byte: int, day: int) -> _Segment | None:
+    def _open_for(self, class_byte: int, day: int, now_s: int) -> _Segment | None:
         segment = self._opened.get((class_byte, day))
-        if segment is not None and segment.used == self.shelf.slots:
+        if segment is None:
+            return None
+        rule = self.rules.by_byte(class_byte)
+        aged = rule is not None and rule.max_age_s > 0 and now_s >= segment.created_s + rule.age_span_s
+        if aged or segment.used == self.shelf.slots:
             del self._opened[(class_byte, day)]
             return None
         return segment
 
-    def _begin(self, class_byte: int, day: int, spare: int) -> _Segment | None:
+    def _begin(self, class_byte: int, day: int, now_s: int, spare: int) -> _Segment | None:
         if self._free_count <= spare:
             return None
         number = self._free.pop() if self._free else len(self._segments) + 1
         self._begun += 1
         rows = np.empty(self.shelf.slots, dtype=np.int64)
-        segment = _Segment(number, self.shelf.new_life(class_byte), class_byte, day, self._begun, rows)
+        segment = _Segment(number, self.shelf.new_life(class_byte, now_s), class_byte, day, self._begun, now_s, rows)
         self._segments[number] = segment
         self._limit_opened(class_byte, day)
         self._opened[(class_byte, day)] = segment
@@ -361,7 +381,7 @@ class Volume:
         blocks = blocks[in_chain_order(links)]
         shelf.changed[segment.life] = True
         while len(blocks):
-            target = self._open_for(segment.class_byte, day) or self._begin(segment.class_byte, day, 0)
+            target = self._open_for(segment.class_byte, day, now_s) or self._begin(segment.class_byte, day, now_s, 0)
             if target is None:
                 return False
             run, blocks = np.split(blocks, [shelf.slots - target.used])

@@ -18,11 +18,12 @@ from kvstore.daemon.wear import Wear
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one volume; the intake is the node's."""
+    """Of one volume; the intake is the node's. ``overwrite_aged``: as in ``NodeConfig``."""
 
     watermark: Watermark
     wear: Wear
     intake: Intake
+    overwrite_aged: bool = False
 
 
 def bounds_of(
@@ -31,6 +32,8 @@ def bounds_of(
     free_min_bytes: Sequence[int],
     files: Files,
     now_s: float,
+    *,
+    overwrite_aged: bool = False,
 ) -> list[Bounds]:
     """Of each volume, with the books that an earlier process left there."""
     wears = [
@@ -42,6 +45,6 @@ def bounds_of(
         spent.update(wear.classes_today(now_s))
     intake = Intake(spent, now_s)
     return [
-        Bounds(Watermark(files, volume.path, free_min), wear, intake)
+        Bounds(Watermark(files, volume.path, free_min), wear, intake, overwrite_aged)
         for volume, free_min, wear in zip(volumes, free_min_bytes, wears, strict=True)
     ]

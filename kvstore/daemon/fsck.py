@@ -4,30 +4,34 @@ Owns the comparison of segments with the index and the catalog's check. Does not
 nothing is written; a repair only ever makes bad records dead, sets a bad catalog aside, removes an unreadable
 segment, or removes the index so that the next start rebuilds it; what a killed daemon leaves behind (a torn tail,
 records that the index does not know yet, entries of removals that were under way) is counted, and is not a finding:
-the next start settles it.
+the next start settles it. Bytes are overdue that lie here longer after their class's maximum age than a sweep may take.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvstore.daemon.catalog import decode_catalog
+from kvstore.daemon.catalog import CatalogContent, decode_catalog
 from kvstore.daemon.files import Files
 from kvstore.daemon.index import Index, IndexContent, IndexDamaged, entry_of, keys_in
 from kvstore.daemon.record import Mark, MarkReason, RecordHeader
+from kvstore.daemon.scour import is_erased, stale_headers
 from kvstore.daemon.scrub import Verdict, scrub_segment
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment, SegmentDamaged
 from kvstore.daemon.volume import Volume
 from kvstore.errors import VolumeFormat
 from kvstore.keys import BlockKey
 
+ERASED_WITHIN_S = 3600
+"""What has reached its maximum age is erased within this time, while a node runs."""
 FINDINGS_MAX = 1000
 """Findings listed one by one; all are counted."""
 Progress = Callable[[int, int], None]
@@ -58,6 +62,7 @@ class FsckReport:
     adoptable_records: int = 0
     index_entries: int = 0
     index_stale: int = 0
+    overdue_records: int = 0
     live_bytes: int = 0
     dead_bytes: int = 0
     free_bytes: int = 0
@@ -98,6 +103,29 @@ class FsckReport:
 
 
 @dataclass(frozen=True, slots=True)
+class _AgeLimits:
+    """How old what a class wrote may become, by class byte; and what is held by law."""
+
+    max_age_s: Mapping[int, int]
+    held: Set[BlockKey]
+
+    @classmethod
+    def of(cls, content: CatalogContent, now_s: int) -> _AgeLimits:
+        held = {pin.key for pin in content.pins.values() if pin.hold and (pin.until_s == 0 or pin.until_s > now_s)}
+        rules = content.policy.rules.rules
+        return cls({rule.class_byte: rule.max_age_s for rule in rules if rule.max_age_s}, held)
+
+    def is_overdue(self, class_byte: int, key: BlockKey, written_s: int, now_s: int) -> bool:
+        max_age_s = self.max_age_s.get(class_byte)
+        if max_age_s is None or key in self.held or is_erased(key):
+            return False
+        return written_s + max_age_s + ERASED_WITHIN_S < now_s
+
+
+NO_LIMITS = _AgeLimits({}, frozenset())
+
+
+@dataclass(slots=True)
 class _Check:
     """One run over one directory."""
 
@@ -105,17 +133,30 @@ class _Check:
     report: FsckReport
     repair: bool
     now_s: int
+    limits: _AgeLimits = NO_LIMITS
     live: dict[BlockKey, list[RecordHeader]] = field(default_factory=dict)
     dead: set[tuple[int, int]] = field(default_factory=set)
     generations: dict[int, int] = field(default_factory=dict)
 
 
-def check(data_dir: Path, repair: bool = False, progress: Progress | None = None, *, now_s: int = 0) -> FsckReport:
-    """Check one directory that no daemon uses. Raises VolumeInUse, VolumeFormat, VolumeError."""
+def check(
+    data_dir: Path,
+    repair: bool = False,
+    progress: Progress | None = None,
+    *,
+    now_s: int = 0,
+    catalog: Path | None = None,
+) -> FsckReport:
+    """Check one directory that no daemon uses. ``catalog``: the node's, where it lies in another directory.
+
+    Raises VolumeInUse, VolumeFormat, VolumeError; of a given catalog also OSError, ValueError.
+    """
     volume = Volume.open(data_dir, create=False)
     try:
         run = _Check(volume, FsckReport(str(data_dir)), repair, now_s)
         _check_catalog(run)
+        if catalog is not None:
+            run.limits = _AgeLimits.of(decode_catalog(catalog.read_bytes()), now_s)
         content = _check_index(run)
         _check_segments(run, content, progress or (lambda done, total: None))
         if content is not None:
@@ -128,7 +169,7 @@ def check(data_dir: Path, repair: bool = False, progress: Progress | None = None
 def _check_catalog(run: _Check) -> None:
     path = run.volume.catalog_path
     try:
-        decode_catalog(path.read_bytes())
+        run.limits = _AgeLimits.of(decode_catalog(path.read_bytes()), run.now_s)
     except FileNotFoundError:
         return  # only the first directory of a node has one
     except (ValueError, KeyError, TypeError, VolumeFormat, OSError) as error:
@@ -197,6 +238,8 @@ def _check_segment(run: _Check, segment: Segment, content: IndexContent | None) 
     end = FIRST_RECORD
     for verdict in scrub_segment(segment, scan_end):
         end = _count(run, segment, verdict, known_end, indexed=content is not None)
+    segment.end = max(end, scan_end)
+    _check_age(run, segment)
     used = max(end, scan_end) - FIRST_RECORD
     report.segments_free += segment.header.class_byte == FREE
     report.free_bytes += size - FIRST_RECORD - used
@@ -207,6 +250,27 @@ def _check_segment(run: _Check, segment: Segment, content: IndexContent | None) 
     if end < scan_end:
         report.dead_bytes += scan_end - end
         report.add("records-missing", segment.path.name, f"records reach {end}, but were written up to {scan_end}")
+
+
+def _check_age(run: _Check, segment: Segment) -> None:
+    """Find what should have been erased by now: records, living or dead, and what earlier lives of the file left."""
+    if not run.limits.max_age_s:
+        return
+    here = (
+        (step.header.class_byte, step.header.key, step.header.written_s)
+        for step in (
+            segment.scan(FIRST_RECORD, segment.end, payloads=False) if segment.header.class_byte != FREE else ()
+        )
+        if step.header is not None
+    )
+    stale = (
+        (int(header["class_byte"]), BlockKey(header["key"].tobytes()), int(header["written_s"]))
+        for header in stale_headers(segment)
+    )
+    count = sum(run.limits.is_overdue(*found, run.now_s) for found in chain(here, stale))
+    if count:
+        run.report.overdue_records += count
+        run.report.add("overdue", segment.path.name, f"{count} blocks outlived their maximum age by more than an hour")
 
 
 def _count(run: _Check, segment: Segment, verdict: Verdict, known_end: int, *, indexed: bool) -> int:

@@ -464,6 +464,8 @@ class Node:
             now_s = self._clock.now_s()
             lost = merge_effects(effect for shard in self._shards for effect in shard.plan_rules(rules, now_s))
             if apply:
+                for shard in self._shards:
+                    shard.prepare_rules(rules)
                 self._catalog.change_policy(Policy(current.version + 1, rules, text, int(now_s), author))
                 for shard in self._shards:
                     shard.set_rules(rules)

@@ -20,7 +20,7 @@ from kvstore.daemon.cipher import Ciphers, Keyring
 from kvstore.daemon.clock import BoundedClock
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
-from kvstore.daemon.pinboard import pin_ends
+from kvstore.daemon.pinboard import hold_ends, pin_ends
 from kvstore.daemon.shard import Shard
 from kvstore.daemon.volume import Volume, VolumeLayout, check_file_system, divide
 from kvstore.limits import STATE_POOL_BYTES_DEFAULT, STATE_TTL_S_DEFAULT
@@ -52,6 +52,8 @@ class NodeConfig:
     """Of each directory; 0: nothing is verified in the background."""
     pin_quota_bytes: int = 0
     """Payload bytes that one owner may pin; 0: as many as there are."""
+    overwrite_aged: bool = False
+    """What outlived its maximum age is overwritten, not only made zeros of by the file system."""
     free_min_bytes: int | None = 0
     """Left free on each directory's file system; None: a share of it."""
     keyring: Keyring = field(default_factory=Keyring)
@@ -94,8 +96,8 @@ def open_directories(
         if rules is not None and in_force.rules != rules:
             log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
         ciphers = Ciphers(lambda: catalog.content.spaces, config.keyring)
-        pins = pin_ends(catalog.content.pins)
-        bounds = bounds_of(opened, layouts, free_min_bytes, files, clock.now_s())
+        pins, holds = pin_ends(catalog.content.pins), hold_ends(catalog.content.pins)
+        bounds = bounds_of(opened, layouts, free_min_bytes, files, clock.now_s(), overwrite_aged=config.overwrite_aged)
         for volume, layout, bound in zip(opened, layouts, bounds, strict=True):
             shards.append(
                 Shard.open(
@@ -104,6 +106,7 @@ def open_directories(
                     files,
                     in_force.rules,
                     pins,
+                    holds,
                     new_generation=new_generation,
                     now_s=int(BoundedClock(clock).now_s()),
                     commit_window_s=config.commit_window_s,

@@ -140,7 +140,7 @@ class PinBoard:
         current = {place: pin for place, pin in pins.items() if pin.until_s == 0 or pin.until_s > now_s}
         self._catalog.update(pins=current)
         for shard in self._shards:
-            shard.set_pins(pin_ends(current))
+            shard.set_pins(pin_ends(current), hold_ends(current))
 
 
 def place_of(pin: Pin) -> PinPlace:
@@ -158,6 +158,11 @@ def pin_ends(pins: Mapping[PinPlace, Pin]) -> Pins:
         until_s = min(pin.until_s or FOREVER_S, FOREVER_S)
         ends[space_id, key] = max(until_s, ends.get((space_id, key), 0))
     return ends
+
+
+def hold_ends(pins: Mapping[PinPlace, Pin]) -> Pins:
+    """As ``pin_ends``, of legal holds."""
+    return pin_ends({place: pin for place, pin in pins.items() if pin.hold})
 
 
 def _refuse(held: Iterable[Pin]) -> None:

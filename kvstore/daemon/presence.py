@@ -3,10 +3,11 @@
 Owns a compact row for each block: fingerprint (the first 8 bytes of the key), a check of the rest of the key and of
 the token digest, place, length, shape, and touches; deadlines are computed for the rows asked. Full keys, checksums and
 parents are in the index and in the records. Does not know files or locks: its shard guards it. Invariants: a deadline
-is the maximum over touches of touch + keep_for of the class, or the pin's end where that is later; nothing past its
-deadline is PRESENT, nor what no cipher key reads; two keys with one fingerprint are never both here, and neither is
-taken for the other but by a chance of 2^-32, in which case what the reader verifies makes it a miss. Memory: 39 bytes a
-block, more only for blocks that several classes touched and for pins.
+is the maximum over touches of touch + keep_for of the class, or the pin's end where that is later, but no later than
+the maximum age of the segment, which only a legal hold extends; nothing past its deadline is PRESENT, nor what no
+cipher key reads; two keys with one fingerprint are never both here, and neither is taken for the other but by a chance
+of 2^-32, in which case what the reader verifies makes it a miss. Memory: 39 bytes a block, more only for blocks that
+several classes touched and for pins.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.daemon.ages import Ages, Ends
 from kvstore.daemon.fingerprints import WORD_MAX, FingerprintTable, Slots, Words, grown
 from kvstore.daemon.holdings import NEVER_S, Holdings
 from kvstore.daemon.index import Rows, place_words
@@ -104,6 +106,7 @@ class PresenceMap:
     def __init__(self, terms: Terms, tombstones_max: int, rows_expected: int = 0) -> None:
         self.terms = terms
         self.keep_for_s = terms.keep_for_s
+        self.ages = Ages(terms)
         self.tombstones = Tombstones(tombstones_max)
         self.shapes = Shapes()
         self._table = FingerprintTable(max(rows_expected, _ROWS_FIRST))
@@ -118,6 +121,8 @@ class PresenceMap:
         self._touches: dict[int, Touches] = {}
         """By slot, of rows with more than one pair: all pairs."""
         self._pins_s: dict[int, int] = {}
+        self._holds_s: dict[int, int] = {}
+        """Ends of legal holds, by fingerprint."""
         self._holdings = Holdings()
         self._factors = [secrets.randbits(64) | 1 for _ in range(5)]
         self._secrets = np.array(self._factors, dtype=np.uint64)
@@ -199,16 +204,16 @@ class PresenceMap:
     # columns of given slots
 
     def keep_until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Deadlines by touches alone."""
-        return self._keep_until_s(slots, self.keep_for_s)
+        """Deadlines by touches and maximum age."""
+        return self._capped(slots, self._keep_until_s(slots, self.keep_for_s), self.ages.ends_s)
 
     def until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
         """Deadlines, pins included."""
-        return np.maximum(self.keep_until_s(slots), self.pin_until_s(slots))
+        return self._until_s(slots, self.keep_for_s, self.ages.ends_s)
 
     def until_s_under(self, slots: Slots, terms: Terms) -> npt.NDArray[np.int64]:
         """As ``until_s``, if other rules were in force."""
-        return np.maximum(self._keep_until_s(slots, terms.keep_for_s), self.pin_until_s(slots))
+        return self._until_s(slots, terms.keep_for_s, self.ages.ends_under(terms))
 
     def pin_until_s(self, slots: Slots) -> npt.NDArray[np.int64]:
         ends = np.zeros(len(slots), dtype=np.int64)
@@ -223,13 +228,17 @@ class PresenceMap:
         if not alive.all():
             doubtful = np.flatnonzero(~alive & ((self._units.take(slots) & _MORE) != 0))
             alive[doubtful] = self.until_s(slots[doubtful]) > now_s
+        if self.ages.ends_s is not None:
+            alive &= self._ends_s(slots, self.ages.ends_s) > now_s
         return alive
 
     def is_alive(self, slot: int, now_s: float) -> bool:
         until_s = self._touch_s.item(slot) + self.keep_for_s.item(self._class.item(slot))
-        return until_s > now_s or (
-            self._units.item(slot) >= int(_MORE) and int(self.until_s(np.array([slot]))[0]) > now_s
-        )
+        if until_s > now_s:
+            ends_s = self.ages.ends_s
+            if ends_s is None or ends_s.item(self.places.item(slot) >> int(_PLACE_BITS)) > now_s:
+                return True
+        return self._units.item(slot) >= int(_MORE) and int(self.until_s(np.array([slot]))[0]) > now_s
 
     def locked(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether each is encrypted under a cipher key that is not there."""
@@ -383,6 +392,8 @@ class PresenceMap:
         ((class_byte, touch_s),) = header.touches
         self._class[slot], self._touch_s[slot] = class_byte, touch_s
         until_s = touch_s + self.keep_for_s.item(class_byte)
+        if self.ages.ends_s is not None:
+            until_s = min(until_s, self.ages.ends_s.item(header.segment))
         self._holdings.add(header.segment, header.record_bytes, until_s, until_s)
         self.pin(slot, pin_s)
 
@@ -407,8 +418,11 @@ class PresenceMap:
             segment = self.places.item(slot) >> int(_PLACE_BITS)
             if not self.is_alive(slot, now_s):
                 self._holdings.doubt(segment)
-            self._holdings.extend(segment, now_s + int(self.keep_for_s[class_byte]))
             self._set_touches(slot, merged)
+            until_s = now_s + int(self.keep_for_s[class_byte])
+            if self.ages.ends_s is not None:
+                until_s = int(self.keep_until_s(np.array([slot]))[0])
+            self._holdings.extend(segment, until_s)
         return merged is not None
 
     def lapse(self, slots: Slots) -> None:
@@ -449,7 +463,40 @@ class PresenceMap:
 
     def set_rules(self, terms: Terms) -> None:
         self.terms, self.keep_for_s = terms, terms.keep_for_s
+        self.ages.set_terms(terms)
         self._holdings.doubt_all()
+
+    def note_age(self, segment: int, class_byte: int, oldest_s: int) -> None:
+        """A segment was begun for a class, or holds a record that was written as early as this."""
+        self.ages.note(segment, class_byte, oldest_s)
+        if self._holdings[segment].record_bytes:
+            self._holdings.doubt(segment)
+
+    def set_holds(self, holds_s: Mapping[int, int]) -> None:
+        """Replace all legal holds: ends by fingerprint. They are pins besides."""
+        self._holds_s = dict(holds_s)
+        self._holdings.doubt_all()
+
+    def _until_s(
+        self, slots: Slots, keep_for_s: npt.NDArray[np.int64], ends_by_segment: Ends | None
+    ) -> npt.NDArray[np.int64]:
+        until_s = np.maximum(self._keep_until_s(slots, keep_for_s), self.pin_until_s(slots))
+        return self._capped(slots, until_s, ends_by_segment)
+
+    def _capped(
+        self, slots: Slots, until_s: npt.NDArray[np.int64], ends_by_segment: Ends | None
+    ) -> npt.NDArray[np.int64]:
+        """Deadlines, but none beyond the maximum age."""
+        return until_s if ends_by_segment is None else np.minimum(until_s, self._ends_s(slots, ends_by_segment))
+
+    def _ends_s(self, slots: Slots, ends_by_segment: Ends) -> npt.NDArray[np.int64]:
+        """When each is as old as it may become, legal holds included."""
+        ends = ends_by_segment.take((self.places.take(slots) >> _PLACE_BITS).astype(np.int64))
+        if self._holds_s:
+            for at in np.flatnonzero(self._units.take(slots) & _MORE).tolist():
+                hold_s = self._holds_s.get(self._table.fingerprints.item(int(slots[at])), 0)
+                ends[at] = max(int(ends[at]), hold_s)
+        return ends
 
     def _keep_until_s(self, slots: Slots, keep_for_s: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         ends: npt.NDArray[np.int64] = self._touch_s[slots] + keep_for_s[self._class[slots]]

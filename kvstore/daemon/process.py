@@ -89,6 +89,7 @@ def _node_config(config: StoreConfig, keyring: Keyring) -> NodeConfig:
         background=True,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
         free_min_bytes=config.free_min_bytes,
+        overwrite_aged=config.overwrite_aged,
         pin_quota_bytes=config.capacity_bytes // 4 if config.pin_quota_bytes is None else config.pin_quota_bytes,
         keyring=keyring,
     )

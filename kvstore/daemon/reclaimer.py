@@ -2,7 +2,7 @@
 
 Owns recycling and moving of records. Does not decide the order. Invariants: runs only under the shard's writer lock;
 a victim is recycled only after its survivors' copies are durable and known; one segment that cannot be recycled is
-passed over.
+passed over; one whose class has a maximum age is free again only after its bytes were erased.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvstore.daemon.record import (
     RecordHeader,
     encode_header,
 )
+from kvstore.daemon.scour import erase_all_but
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.daemon.tallies import effects_of, merge_effects
 from kvstore.keys import BlockKey
@@ -58,11 +59,16 @@ class _Copy(NamedTuple):
 
 
 class Reclaimer:
-    """``rules`` gives the class rules in force."""
+    """``rules`` gives the class rules in force. ``overwrite``: erasing writes zeros, and does not leave that to the
+    file system.
+    """
 
-    def __init__(self, ledger: Ledger, rules: Callable[[], ClassRules], index_budget_bytes: int) -> None:
+    def __init__(
+        self, ledger: Ledger, rules: Callable[[], ClassRules], index_budget_bytes: int, *, overwrite: bool = False
+    ) -> None:
         self._ledger = ledger
         self._rules = rules
+        self._overwrite = overwrite
         self.blocks_max = blocks_max(index_budget_bytes)
 
     def segment_for(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
@@ -70,17 +76,57 @@ class Reclaimer:
         None: refused. No living block goes because others have filled the file system.
         """
         segments = self._ledger.segments
-        segment = segments.open_for(class_byte, day, record_bytes)
+        since = self._since(class_byte, now_s)
+        segment = self._reaching(segments.open_for(class_byte, day, record_bytes, since), now_s)
         while segment is None:
             held_back = segments.held_back
             if not self._make_room(
                 lambda: segments.free_count > SPARE_SEGMENTS and not segments.held_back, now_s, lossless=held_back
             ):
                 return None
-            segment = segments.open_for(class_byte, day, record_bytes) or segments.begin(
+            segment = self._reaching(segments.open_for(class_byte, day, record_bytes, since), now_s) or self._begin(
                 class_byte, day, now_s, spare=SPARE_SEGMENTS
             )
         return segment
+
+    def clean(self) -> None:
+        """Erase what an earlier sweep, or process, could not."""
+        self._ledger.segments.clean(overwrite=self._overwrite)
+
+    def erase_unused(self) -> None:
+        """Leave no byte of earlier lives of the segments. Raises OSError."""
+        self._ledger.segments.erase_unused(overwrite=self._overwrite)
+
+    def _begin(self, class_byte: int, day: int, now_s: int, *, spare: int) -> Segment | None:
+        segment = self._ledger.segments.begin(class_byte, day, now_s, spare=spare)
+        if segment is not None:
+            self._note_age(segment)
+        return segment
+
+    def _since(self, class_byte: int, written_s: int) -> range | None:
+        """When the oldest record of a segment may have been written that takes a record written then; None: ever."""
+        rule = self._rules().by_byte(class_byte)
+        if rule is None or not rule.max_age_s:
+            return None
+        return range(written_s - rule.age_span_s + 1, written_s + 1)
+
+    def _reaching(self, segment: Segment | None, written_s: int) -> Segment | None:
+        """The segment, which knows now that a record written then is going to be in it; None if its disk refused."""
+        if segment is None or written_s >= segment.oldest_s:
+            return segment
+        try:
+            segment.reach_back(written_s)
+        except OSError as error:
+            self._ledger.counters.write_errors += 1
+            log.error("age_not_noted segment=%d problem=%r", segment.number, error)
+            self._ledger.segments.retire(segment)
+            return None
+        self._note_age(segment)
+        return segment
+
+    def _note_age(self, segment: Segment) -> None:
+        with self._ledger.lock:
+            self._ledger.presence.note_age(segment.number, segment.header.class_byte, segment.oldest_s)
 
     def make_room_in_index(self, blocks: int, now_s: int) -> bool:
         """Keep the number of blocks within what the index may hold."""
@@ -102,6 +148,7 @@ class Reclaimer:
 
     def usages(self, now_s: int) -> list[SegmentUsage]:
         """What every segment holds that is not free."""
+        aged = {rule.class_byte for rule in self._rules().rules if rule.max_age_s}
         with self._ledger.lock:
             presence = self._ledger.presence
             holdings = presence.holdings(now_s)
@@ -122,6 +169,7 @@ class Reclaimer:
                     promise_until_s=held.promise_until_s,
                     begun=segment.begun,
                     busy=segment.failed or segment.leases > 0,
+                    ages=segment.header.class_byte in aged,
                 )
                 for number, segment in self._ledger.segments.segments.items()
                 if segment.header.class_byte != FREE
@@ -134,7 +182,12 @@ class Reclaimer:
         """
         with self._ledger.lock:
             numbers = set(np.unique(self._ledger.presence.segments_of(self._expired(now_s))).tolist())
-            return [usage for usage in self.usages(now_s) if usage.segment in numbers or usage.alive_bytes == 0]
+            ages = self._ledger.presence.ages
+            return [
+                usage
+                for usage in self.usages(now_s)
+                if usage.segment in numbers or usage.alive_bytes == 0 or ages.is_over(usage.segment, now_s)
+            ]
 
     def plan_sweep(self, now_s: int) -> Swept:
         """What ``sweep_segment`` over all segments would do."""
@@ -172,6 +225,7 @@ class Reclaimer:
             swept.effects.extend(effects)
         elif len(expired) and self._drop_expired(segment, now_s):
             swept.effects.extend(effects)
+        self._erase_overdue(segment, now_s)
         swept.removed = merge_effects(swept.effects)
 
     def drop_vanished(self, now_s: int) -> None:
@@ -230,8 +284,36 @@ class Reclaimer:
         self._ledger.counters.expired += len(places) - len(left)
         return not left
 
+    def _erase_overdue(self, segment: Segment, now_s: int) -> None:
+        """Of a segment past its maximum age that legal holds keep, leave what they hold and no other byte."""
+        if segment.header.class_byte == FREE or segment.leases:
+            return
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            if not presence.ages.is_over(segment.number, now_s):
+                return
+            slots = presence.in_segment(segment.number)
+            kept = set(presence.offsets_of(slots[presence.alive(slots, now_s)]).tolist())
+        if not segment.sealed:
+            self._ledger.segments.retire(segment)
+        try:
+            erase_all_but(segment, kept, Mark(MarkReason.EXPIRED, now_s), overwrite=self._overwrite)
+        except OSError as error:
+            self._ledger.counters.write_errors += 1
+            log.error("segment_not_erased segment=%d problem=%r", segment.number, error)
+
+    def _has_max_age(self, segment: Segment) -> bool:
+        rule = self._rules().by_byte(segment.header.class_byte)
+        return rule is not None and rule.max_age_s > 0
+
     def _recycle(self, segment: Segment, now_s: int) -> bool:
         """Back to the free list with whatever it holds. False if a reader came in between or the file refused."""
+        done = self._release(segment, now_s)
+        self.clean()
+        return done
+
+    def _release(self, segment: Segment, now_s: int) -> bool:
+        """As ``_recycle``, but nothing is erased yet."""
         with self._ledger.journal:
             slots = self._ledger.presence.in_segment(segment.number)
             described = self._ledger.describe(slots)
@@ -240,7 +322,7 @@ class Reclaimer:
                     return False
                 alive = self._ledger.presence.alive(slots, now_s)
                 try:
-                    self._ledger.segments.release(segment, now_s)
+                    self._ledger.segments.release(segment, now_s, erase=self._has_max_age(segment))
                 except OSError as error:
                     self._ledger.counters.write_errors += 1
                     log.error("segment_not_recycled segment=%d problem=%r", segment.number, error)
@@ -294,7 +376,7 @@ class Reclaimer:
         except RecordDamaged:
             self._ledger.quarantine([place], now_s)
             return []
-        target = self._target(segment.header.class_byte, day, header.record_bytes, now_s)
+        target = self._target(segment.header.class_byte, day, header, now_s)
         if target is None:
             return None
         fresh = replace(
@@ -309,9 +391,10 @@ class Reclaimer:
         self._ledger.counters.bytes_written += fresh.record_bytes
         return [_Copy(place, fresh, target)]
 
-    def _target(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
-        segments = self._ledger.segments
-        return segments.open_for(class_byte, day, record_bytes) or segments.begin(class_byte, day, now_s, spare=0)
+    def _target(self, class_byte: int, day: int, header: RecordHeader, now_s: int) -> Segment | None:
+        since = self._since(class_byte, header.written_s)
+        target = self._ledger.segments.open_for(class_byte, day, header.record_bytes, since)
+        return self._reaching(target or self._begin(class_byte, day, now_s, spare=0), header.written_s)
 
     def _switch(self, copies: list[_Copy], now_s: int) -> int | None:
         """Make the copies durable, then the originals dead, then the copies count: all in one index batch.

@@ -36,6 +36,7 @@ from kvstore.daemon.index import (
 from kvstore.daemon.presence import PresenceMap, fingerprints_in
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason, RecordDamaged, record_bytes
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
+from kvstore.daemon.terms import NEVER_S
 from kvstore.daemon.tombstones import Tombstone
 from kvstore.daemon.volume import Volume, VolumeLayout
 from kvstore.errors import VolumeError
@@ -92,6 +93,8 @@ def recover(
     says; the map is then to be thrown away.
     """
     recovery = _Recovery(segments, presence, index, now_s)
+    for segment in segments.values():
+        presence.note_age(segment.number, segment.header.class_byte, segment.oldest_s)
     if summary is not None:
         presence.tombstones.load(summary.tombstones)
         recovery.load(summary)
@@ -124,17 +127,21 @@ class _Recovery:
             extent = summary.extents.get(number)
             if segment.header.class_byte != FREE and extent and extent.generation == segment.header.generation:
                 generations[number], ends[number] = extent.generation, extent.end
+        oldest_s = np.full(numbers, NEVER_S, dtype=np.int64)
         gone: list[Rows] = []
         count = 0
         for rows in self._index.pages(PAGE_AT_START):
             count += len(rows)
             at = np.minimum(rows["segment"], numbers - 1)
             keep = (rows["segment"] < numbers) & (rows["generation"] == generations[at]) & (rows["offset"] < ends[at])
+            np.minimum.at(oldest_s, rows["segment"][keep], rows["written_s"][keep])
             self._insert_distinct(rows[keep])
             if not keep.all():
                 gone.append(rows[~keep])
         if count != summary.blocks:
             raise IndexDamaged(f"the index should hold {summary.blocks} entries and holds {count}")
+        for number in self._segments:
+            self._note_age(number, int(oldest_s[number]))
         for rows in gone:
             self._drop(rows)
 
@@ -214,6 +221,13 @@ class _Recovery:
         places = removed if removed is not None else place_words(rows[:0])
         self._write(IndexBatch(removed=places, tombstones=tombstones, blocks=len(self._presence)))
 
+    def _note_age(self, number: int, written_s: int) -> None:
+        """A record is as old as it says: earlier versions did not note that of records that were moved."""
+        segment = self._segments[number]
+        if written_s < segment.oldest_s:
+            segment.oldest_s = written_s
+            self._presence.note_age(number, segment.header.class_byte, written_s)
+
     def _take(self, rows: Rows) -> None:
         """Adopt records, all at once where each is the only one of its key."""
         fingerprints = fingerprints_in(rows)
@@ -247,6 +261,8 @@ class _Recovery:
     def _add(self, rows: Rows, slots: Slots) -> None:
         removed = self._presence.places[slots[slots >= 0]]
         forgotten = self._presence.tombstones.forget(fingerprints_in(rows))
+        for number in np.unique(rows["segment"]).tolist():
+            self._note_age(number, int(rows["written_s"][rows["segment"] == number].min()))
         self._presence.insert(rows)
         self.found.adopted += len(rows)
         tombstones: dict[int, Tombstone | None] = dict.fromkeys(forgotten.tolist())

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore.daemon.headers import headers_in, were_records
 from kvstore.daemon.ledger import Ledger
@@ -99,6 +101,29 @@ def erase(
         ledger.segments.flush()
     _renew_index(ledger)
     return total, keys
+
+
+def erase_all_but(segment: Segment, kept: Set[int], mark: Mark, *, overwrite: bool) -> None:
+    """Leave no byte of a segment but the records at some offsets; what lived is marked. Raises OSError."""
+    dead: list[tuple[RecordHeader, Mark]] = []
+    if segment.torn:
+        segment.seal()
+    for step in _records(segment):
+        if step.header is None or step.offset in kept or is_erased(step.header.key):
+            continue
+        if step.mark is None:
+            segment.mark(step.offset, mark)
+        segment.erase_payload(step.header, overwrite=overwrite)
+        dead.append((step.header, step.mark or mark))
+    segment.erase_unused(overwrite=overwrite)
+    segment.sync()
+    for header, why in dead:
+        segment.erase_header(header, why)
+
+
+def is_erased(key: BlockKey) -> bool:
+    """Whether a dead record's name was erased."""
+    return not any(key)
 
 
 def _search_one(segment: Segment, condemned: Condemned) -> Scoured:
@@ -192,16 +217,20 @@ def _records(segment: Segment) -> Iterator[Scanned]:
 
 def _stale(segment: Segment, condemned: Condemned) -> int:
     """Condemned headers behind the segment's end."""
+    return sum(
+        condemned.names(SpaceId(header["space"].tobytes()), BlockKey(header["key"].tobytes()), int(header["written_s"]))
+        for header in stale_headers(segment)
+    )
+
+
+def stale_headers(segment: Segment) -> Iterator[np.void]:
+    """What earlier lives of the file left behind the segment's end that was a record's header. Raises OSError."""
     end = FIRST_RECORD if segment.header.class_byte == FREE else segment.end
     size = segment.header.segment_bytes
-    count = 0
     for begin in range(end, size, _READ_BYTES):
         data = segment.files.read(segment.fd, min(_READ_BYTES, size - begin), begin)
         if RECORD_MAGIC not in data:
             continue
         starts = [at for at in range(0, len(data), RECORD_ALIGN) if data.startswith(RECORD_MAGIC, at)]
         headers = headers_in(b"".join(data[at : at + HEADER_BYTES] for at in starts))
-        for header in headers[were_records(headers)] if starts else ():
-            space_id, key = SpaceId(header["space"].tobytes()), BlockKey(header["key"].tobytes())
-            count += condemned.names(space_id, key, int(header["written_s"]))
-    return count
+        yield from headers[were_records(headers)] if starts else ()

@@ -44,13 +44,16 @@ DRAFT_SUFFIX = ".new"
 """Of a file that is being made; a start removes what a killed process left."""
 FREE = 0
 """Class byte of a segment that holds nothing."""
+UNCLEAN = 1
+"""Day of a free segment whose bytes are to be erased before it is begun again."""
 
 _SEARCH_READ_BYTES = 1024 * 1024
 _MAGIC = b"RKVS"
 _HEADER = struct.Struct("<4sHHIQBxxxIQQ")
-_SEAL = struct.Struct("<4sIQQ")
-_SEAL_MAGIC = b"SEAL"
-_SEAL_OFFSET = 512
+_NOTE = struct.Struct("<4sIQQ")
+"""A note in the first page, in a sector of its own: what it is, the generation that it is of, and a number."""
+_SEAL_MAGIC, _SEAL_OFFSET = b"SEAL", 512
+_AGE_MAGIC, _AGE_OFFSET = b"AGED", 1024
 _CRC = struct.Struct("<I")
 
 
@@ -61,7 +64,7 @@ class SegmentDamaged(Exception):
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
     """What a segment says of itself. ``day``: expiry day of its blocks, days since the epoch; class 0
-    is a free segment.
+    is a free segment, and its day is ``UNCLEAN`` while what it held is yet to be erased.
     """
 
     segment: int
@@ -124,11 +127,23 @@ def decode_segment_header(page: Buffer) -> SegmentHeader:
 
 def decode_seal(page: Buffer, generation: int) -> int | None:
     """Where the records of a sealed segment end; None if it was not sealed in this generation."""
-    magic, _, sealed_generation, end = _SEAL.unpack_from(page, _SEAL_OFFSET)
-    whole = _CRC.unpack_from(page, _SEAL_OFFSET + _SEAL.size)[0] == zlib.crc32(
-        memoryview(page)[_SEAL_OFFSET : _SEAL_OFFSET + _SEAL.size]
-    )
-    return int(end) if whole and magic == _SEAL_MAGIC and sealed_generation == generation else None
+    return _decode_note(page, _SEAL_OFFSET, _SEAL_MAGIC, generation)
+
+
+def decode_age(page: Buffer, generation: int) -> int | None:
+    """When the oldest record was written, if that was before this life of the segment began."""
+    return _decode_note(page, _AGE_OFFSET, _AGE_MAGIC, generation)
+
+
+def _encode_note(magic: bytes, generation: int, number: int) -> bytes:
+    body = _NOTE.pack(magic, 0, generation, number)
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def _decode_note(page: Buffer, offset: int, magic: bytes, generation: int) -> int | None:
+    found, _, of_generation, number = _NOTE.unpack_from(page, offset)
+    whole = _CRC.unpack_from(page, offset + _NOTE.size)[0] == zlib.crc32(memoryview(page)[offset : offset + _NOTE.size])
+    return int(number) if whole and found == magic and of_generation == generation else None
 
 
 class Segment:
@@ -137,7 +152,8 @@ class Segment:
 
     ``end``: where the next record goes. ``leases``: readers outside the shard's lock; while there are any, the
     segment is
-    not recycled. ``begun``: the order in which segments were begun. ``failed``: the file refused a
+    not recycled. ``begun``: the order in which segments were begun. ``oldest_s``: no record was written before.
+    ``failed``: the file refused a
     write; it is read from, but not chosen again before it is retried. ``torn``: an append that failed may have left
     whole records beyond ``end``, which only a seal keeps a restart from adopting. ``unsafe``: a flush failed, so what
     was appended since the one before may be lost, whatever later flushes say.
@@ -154,6 +170,7 @@ class Segment:
         "files",
         "header",
         "leases",
+        "oldest_s",
         "path",
         "sealed",
         "torn",
@@ -177,6 +194,7 @@ class Segment:
         self._durable = (header.generation, end if sealed else 0)
         """Generation, and the offset below which its records are on disk."""
         self.begun = 0
+        self.oldest_s = header.created_s
 
     @classmethod
     def create(cls, files: Files, directory: Path, header: SegmentHeader) -> tuple[Segment, bool]:
@@ -219,7 +237,10 @@ class Segment:
         seal = decode_seal(page, header.generation)
         if seal is not None and (seal % RECORD_ALIGN or not FIRST_RECORD <= seal <= header.segment_bytes):
             seal = None  # a scan finds where the records end
-        return cls(files, path, fd, header, seal or FIRST_RECORD, sealed=seal is not None)
+        segment = cls(files, path, fd, header, seal or FIRST_RECORD, sealed=seal is not None)
+        age = decode_age(page, header.generation)
+        segment.oldest_s = header.created_s if age is None else min(age, header.created_s)
+        return segment
 
     @property
     def number(self) -> int:
@@ -240,6 +261,7 @@ class Segment:
             raise
         self.header = header
         self.end = FIRST_RECORD
+        self.oldest_s = header.created_s
         self.sealed = self.torn = self.unsafe = False
         self.dirty = True
 
@@ -260,6 +282,13 @@ class Segment:
             raise
         self.end += total_bytes
         self.dirty = True
+
+    def reach_back(self, written_s: int) -> None:
+        """A record that was written then is going to be in it, before this life began or not. Raises OSError."""
+        if written_s < self.oldest_s:
+            self.dirty = True
+            self.files.write(self.fd, [_encode_note(_AGE_MAGIC, self.header.generation, written_s)], _AGE_OFFSET)
+            self.oldest_s = written_s
 
     def hasten(self, begin: int) -> None:
         """Let the device begin with what was appended from ``begin`` on: somebody is going to wait for it."""
@@ -301,8 +330,7 @@ class Segment:
     def seal(self) -> None:
         """Close the segment to appends, durably, so that a scan may trust its end. Raises OSError."""
         self.sync(if_dirty=not self.unsafe)
-        body = _SEAL.pack(_SEAL_MAGIC, 0, self.header.generation, self.end)
-        self.files.write(self.fd, [body + _CRC.pack(zlib.crc32(body))], _SEAL_OFFSET)
+        self.files.write(self.fd, [_encode_note(_SEAL_MAGIC, self.header.generation, self.end)], _SEAL_OFFSET)
         if self.torn:
             self.files.fdatasync(self.fd)
         self.sealed = True

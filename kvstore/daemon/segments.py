@@ -11,11 +11,12 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore.capacity import SPARE_SEGMENTS, open_segments_max
 from kvstore.daemon.files import Files
-from kvstore.daemon.segment import DRAFT_SUFFIX, FREE, Segment, SegmentDamaged, SegmentHeader, segment_path
+from kvstore.daemon.segment import DRAFT_SUFFIX, FREE, UNCLEAN, Segment, SegmentDamaged, SegmentHeader, segment_path
 from kvstore.daemon.watermark import Watermark
 from kvstore.errors import VolumeError
 
@@ -43,6 +44,8 @@ class SegmentSet:
         self.segments: dict[int, Segment] = {}
         """By number. Replaced as a whole, never changed: readers outside the writer's lock iterate over it."""
         self.free: list[int] = []
+        self.unclean: list[int] = []
+        """Released, but not free before their bytes are erased."""
         self.opened: dict[tuple[int, int], int] = {}
         self.may_grow = True
         """False after a file could not be created (a full file system): recycle instead, until the next sweep."""
@@ -77,7 +80,7 @@ class SegmentSet:
             if segment is not None:
                 found._add(segment)
                 if segment.header.class_byte == FREE:
-                    found.free.append(segment.number)
+                    (found.unclean if segment.header.day == UNCLEAN else found.free).append(segment.number)
         for segment in sorted(found.segments.values(), key=lambda item: (item.header.created_s, item.number)):
             found._count_begun(segment)
         return found
@@ -122,13 +125,16 @@ class SegmentSet:
         """Segments filled at once; beyond, the longest open is sealed."""
         return open_segments_max(self.segments_max)
 
-    def open_for(self, class_byte: int, day: int, record_bytes: int) -> Segment | None:
-        """The open segment of a class and day if the record still fits; a full one is sealed."""
+    def open_for(self, class_byte: int, day: int, record_bytes: int, since: range | None = None) -> Segment | None:
+        """The open segment of a class and day if the record still fits; a full one is sealed.
+
+        ``since``: when its oldest record must have been written; None: any time.
+        """
         number = self.opened.get((class_byte, day))
         if number is None:
             return None
         segment = self.segments[number]
-        if segment.room_bytes >= record_bytes:
+        if segment.room_bytes >= record_bytes and (since is None or segment.oldest_s in since):
             return segment
         self._fill(segment)
         return None
@@ -173,14 +179,42 @@ class SegmentSet:
         if self.opened.get(key) == segment.number:
             del self.opened[key]
 
-    def release(self, segment: Segment, now_s: int) -> None:
-        """Recycle: a new generation, then back to the free list. Raises OSError; the old content then stays valid."""
-        header = SegmentHeader(segment.number, self._new_generation(), FREE, 0, now_s, self._segment_bytes)
+    def release(self, segment: Segment, now_s: int, *, erase: bool = False) -> None:
+        """Recycle: a new generation, then back to the free list. Raises OSError; the old content then stays valid.
+
+        ``erase``: not before ``clean`` has left no byte of what it held; the segment remembers that across a restart.
+        """
+        day = UNCLEAN if erase else 0
+        header = SegmentHeader(segment.number, self._new_generation(), FREE, day, now_s, self._segment_bytes)
         key = (segment.header.class_byte, segment.header.day)
         segment.reformat(header)
         if self.opened.get(key) == segment.number:
             del self.opened[key]
-        self.free.append(segment.number)
+        (self.unclean if erase else self.free).append(segment.number)
+
+    def clean(self, *, overwrite: bool) -> None:
+        """Erase what segments held that were released for it; one whose disk refuses stays for the next time."""
+        for number in list(self.unclean):
+            segment = self.segments[number]
+            try:
+                segment.sync()  # the new generation first: after a power loss no record may be half there
+                segment.erase_unused(overwrite=overwrite)
+                segment.sync()
+                segment.reformat(replace(segment.header, day=0))
+            except OSError as error:
+                log.error("segment_not_erased segment=%d problem=%r", number, error)
+                continue
+            segment.failed = False
+            self.unclean.remove(number)
+            self.free.append(number)
+
+    def erase_unused(self, *, overwrite: bool) -> None:
+        """Leave no byte of earlier lives, in free segments and behind the ends of others. Raises OSError."""
+        for segment in self.segments.values():
+            if segment.torn:
+                segment.seal()
+            segment.erase_unused(overwrite=overwrite)
+        self.flush()
 
     def forget(self, segment: Segment) -> None:
         """The file was removed behind our back: let go of it, so that another can take its place."""
@@ -189,6 +223,8 @@ class SegmentSet:
             del self.opened[key]
         if segment.number in self.free:
             self.free.remove(segment.number)
+        if segment.number in self.unclean:
+            self.unclean.remove(segment.number)
         self.segments = {number: other for number, other in self.segments.items() if other is not segment}
         segment.close()
 
@@ -228,7 +264,8 @@ class SegmentSet:
                 continue
             if segment.header.class_byte == FREE:
                 segment.failed = False
-                self.free.append(segment.number)
+                if segment.number not in self.unclean:
+                    self.free.append(segment.number)
             elif segment.sealed or self._seal(segment):
                 segment.failed = False
 

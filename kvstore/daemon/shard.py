@@ -43,6 +43,7 @@ from kvstore.daemon.ledger import Ledger, Place, Taken
 from kvstore.daemon.presence import (
     PresenceMap,
     digest_words,
+    fingerprint_of,
     key_words,
 )
 from kvstore.daemon.questions import scan, sight
@@ -104,7 +105,9 @@ class Shard:
         self._pins = pins
         self._ciphers = ciphers
         self._writer = threading.Lock()
-        self._reclaimer = Reclaimer(parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes)
+        self._reclaimer = Reclaimer(
+            parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes, overwrite=bounds.overwrite_aged
+        )
         writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
         self._put = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
         self._confirmations = Confirmations(parts.ledger, commit_window_s)
@@ -120,6 +123,7 @@ class Shard:
         files: Files,
         rules: ClassRules,
         pins: Pins,
+        holds: Pins,
         *,
         new_generation: Callable[[], int],
         now_s: int,
@@ -155,7 +159,8 @@ class Shard:
             segments.adopt_opened()
             parts = ShardParts(volume, layout, ledger, time.monotonic() - begin_s, recovered)
             shard = cls(parts, rules, pins, commit_window_s, bounds, ciphers)
-            shard.set_pins(pins)
+            shard.set_pins(pins, holds)
+            shard._reclaimer.clean()
             if not shard._reclaimer.reduce_to_capacity(now_s):
                 raise VolumeError(
                     f"{volume.path} holds more pinned or guaranteed blocks than {format_bytes(layout.capacity_bytes)}: "
@@ -437,11 +442,12 @@ class Shard:
         slots = self._ledger.presence.slots(words)
         return np.where(self._ledger.presence.matches(slots, words, space_id, None), slots, -1)
 
-    def set_pins(self, pins: Pins) -> None:
-        """Replace all pins: ends by (space id, key)."""
+    def set_pins(self, pins: Pins, holds: Pins) -> None:
+        """Replace all pins: ends by (space id, key). ``holds``: those that are legal holds, a maximum age or not."""
         with self._writer, self._ledger.changing():
             self._pins = pins
             self._ledger.presence.unpin_all()
+            self._ledger.presence.set_holds({fingerprint_of(key): until_s for (_, key), until_s in holds.items()})
             for (space_id, key), until_s in pins.items():
                 slot = int(self._slots_in(space_id, [key])[0])
                 if slot >= 0:
@@ -455,6 +461,20 @@ class Shard:
             slots = used[presence.alive(used, now_s)]
             return effects_of(presence, slots[presence.until_s_under(slots, Terms.of(rules)) <= now_s])
 
+    def prepare_rules(self, rules: ClassRules) -> None:
+        """Before a class gets a maximum age: leave no byte of what it wrote in earlier lives of the segments.
+
+        Raises VolumeError.
+        """
+        known = {rule.class_byte for rule in self._rules.rules if rule.max_age_s}
+        if not any(rule.max_age_s and rule.class_byte not in known for rule in rules.rules):
+            return
+        try:
+            with self._writing(threading.TIMEOUT_MAX):
+                self._reclaimer.erase_unused()
+        except OSError as error:
+            raise VolumeError(f"{self.volume.path} could not be erased: {error}") from error
+
     def set_rules(self, rules: ClassRules) -> None:
         with self._writer, self._ledger.changing():
             self._rules = rules
@@ -467,6 +487,7 @@ class Shard:
         swept = Swept()
         with self._writing(threading.TIMEOUT_MAX):
             self._ledger.segments.retry_failed()
+            self._reclaimer.clean()
             self._reclaimer.drop_vanished(now_s)
             numbers = [usage.segment for usage in self._reclaimer.due(now_s)]
         for number in numbers:

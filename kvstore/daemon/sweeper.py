@@ -17,16 +17,19 @@ from kvstore.errors import Unavailable
 STOP_S_MAX = 10.0
 """A sweep under way when the node closes has this long to end."""
 
+INTERVAL_S_MAX = 1800.0
+"""What has reached its maximum age leaves the disk within an hour, whatever interval was asked for."""
+
 log = logging.getLogger(__name__)
 
 
 class Sweeper:
-    """``interval_s`` 0: never."""
+    """``interval_s``: INTERVAL_S_MAX at most; 0: never."""
 
     def __init__(self, sweep: Callable[[], object], watch: ClockWatch, interval_s: float) -> None:
         self._sweep = sweep
         self._watch = watch
-        self._interval_s = interval_s
+        self._interval_s = min(interval_s, INTERVAL_S_MAX)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 

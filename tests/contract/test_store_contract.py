@@ -518,6 +518,37 @@ def test_a_fixed_promise_runs_from_the_first_touch_of_its_class(
     assert presences(store, shared) == {Presence.EXPIRED}
 
 
+def test_nothing_is_served_beyond_the_maximum_age_of_the_class_that_wrote_it(
+    under_test: Subject, store: Any, space: SpaceId
+) -> None:
+    """However often it is used and whoever pins it; only a legal hold extends it. What another class wrote stays."""
+    aged = ClassRule(AGENT, "agent", DAY_S, max_age_s=4 * DAY_S)
+    store.set_policy(
+        ClassRules((aged, ClassRule(CHAT, "chat", 7 * DAY_S))),
+        "",
+        expected_version=store.policy().version,
+        apply=True,
+    )
+    assert store.policy().rules.rules[0] == aged
+    secret, held, other = (a_chain(space, 2, seed=seed) for seed in (1, 2, 3))
+    put(store, secret), put(store, held), put(store, other, CHAT)
+    store.pin([Pin(space, name.key, "me", "") for name in secret.names])
+    store.pin([Pin(space, name.key, "law", "", hold=True) for name in held.names])
+    for chain in (secret, held, other):
+        assert store.touch(space, chain.names, traffic_class=CHAT) == 2
+        assert store.touch(space, chain.names, traffic_class=AGENT) == 2
+    under_test.clock.advance(4 * DAY_S - 1)
+    assert put(store, secret, CHAT) == [PutOutcome.TOUCHED] * 2
+    assert presences(store, secret) == {Presence.PRESENT}
+    under_test.clock.advance(1)
+    assert presences(store, secret) == {Presence.EXPIRED}
+    assert presences(store, held) == presences(store, other) == {Presence.PRESENT}
+    assert store.touch(space, secret.names, traffic_class=CHAT) == 0
+    assert store.sweep(apply=True).blocks == 2
+    assert put(store, secret) == [PutOutcome.STORED] * 2
+    assert presences(store, secret) == presences(store, held) == {Presence.PRESENT}
+
+
 def test_every_policy_so_far_is_remembered(under_test: Subject, store: Any) -> None:
     """Each with its version, its time and who changed it, the one in force last; a preview leaves no trace."""
     first = store.policy()

@@ -14,7 +14,7 @@ from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
 from kvstore.store import AckLevel, GetStatus, PutOutcome
 from kvstore.testing import ManualClock
-from kvstore.traffic import AGENT, CHAT, TrafficClass
+from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
 from tests.support.nodes import open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
 
@@ -31,7 +31,7 @@ class MortalFiles(Files):
     """Real files until the ``last``-th operation that changes something: that one is not done, a write half done."""
 
     def __init__(self, last: int) -> None:
-        self._last = last
+        self.last = last
         self.steps = 0
 
     def open(self, path: Path, *, create: bool = False) -> int:
@@ -58,8 +58,8 @@ class MortalFiles(Files):
 
     def _step(self, do: Callable[[], T], do_half: Callable[[], None] | None = None) -> T:
         self.steps += 1
-        if self.steps >= self._last:
-            if do_half is not None and self.steps == self._last:
+        if self.steps >= self.last:
+            if do_half is not None and self.steps == self.last:
                 do_half()
             raise Killed
         return do()
@@ -126,6 +126,53 @@ class Life:
         assert node.put(space, puts_of(list(fresh), SIZE), traffic_class=AGENT) == [PutOutcome.STORED] * 2
         assert not list((volume / "segments").glob("*.new"))
         node.close()
+
+
+AGED = ClassRules(
+    (ClassRule(AGENT, "agent", 20 * 3600, 100, max_age_s=86_400), ClassRule(CHAT, "chat", 7 * 86_400, 200))
+)
+
+
+def test_a_node_may_die_at_every_step_of_erasing(tmp_path: Path) -> None:
+    """What has reached its maximum age is not served after any death, and the next start and sweep leave no byte of it;
+    a living block beside it stays.
+    """
+    for last in itertools.count(1):
+        path, clock = tmp_path / str(last), ManualClock()
+        node = open_node(path, clock, capacity_bytes=CAPACITY_BYTES, rules=AGED)
+        space = node.register_space(a_space())
+        names, others = list(a_chain(space, 6).names), list(a_chain(space, 2, seed=9).names)
+        node.put(space, puts_of(names, SIZE), traffic_class=AGENT)
+        node.put(space, puts_of(others, SIZE), traffic_class=CHAT)
+        node.close()
+        clock.advance(86_400)
+        ended = True
+        node = open_node(
+            path,
+            clock,
+            capacity_bytes=CAPACITY_BYTES,
+            rules=None,
+            files=(files := MortalFiles(2**30)),
+            overwrite_aged=True,
+        )
+        files.steps, files.last = 0, last
+        try:
+            node.sweep(apply=True)
+        except Killed:
+            ended = False
+        finally:
+            node.abandon()
+        node = open_node(path, clock, capacity_bytes=CAPACITY_BYTES, rules=None)
+        assert {read(node, space, name, SIZE)[0] for name in names} == {GetStatus.MISS}
+        node.sweep(apply=True)
+        data = b"".join(item.read_bytes() for item in path.rglob("*") if item.is_file())
+        assert not any(payload_of(name, SIZE)[at : at + 48] in data for name in names for at in (0, 9000, SIZE - 48))
+        assert all(read(node, space, name, SIZE) == (GetStatus.OK, payload_of(name, SIZE)) for name in others)
+        node.close()
+        assert check(path / "volume-0", now_s=int(clock.now_s()) + 2 * 3600).clean
+        if ended:
+            break
+    assert last > 4
 
 
 def test_a_node_may_die_at_every_step(tmp_path: Path) -> None:

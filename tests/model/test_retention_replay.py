@@ -43,15 +43,22 @@ HOUR_S, DAY_S = 3600, 86_400
 
 
 def rules(
-    agent_s: int, chat_s: int, floor_bytes: int = 0, *, budget_bytes: int = 0, second: bool = False, keep: str = SLIDING
+    agent_s: int,
+    chat_s: int,
+    floor_bytes: int = 0,
+    *,
+    budget_bytes: int = 0,
+    second: bool = False,
+    keep: str = SLIDING,
+    aged: bool = False,
 ) -> ClassRules:
     """``budget_bytes``: what agents may write a day. ``second``: chats are stored from the second touch. ``keep``: of
-    agents.
+    agents, and with ``aged`` for twice their promise at most.
     """
-    admission = SECOND_TOUCH if second else ALWAYS
+    admission, max_age_s = SECOND_TOUCH if second else ALWAYS, 2 * agent_s if aged else 0
     return ClassRules(
         (
-            ClassRule(AGENT, "agent", agent_s, priority=100, write_budget_bytes=budget_bytes, keep=keep),
+            ClassRule(AGENT, "agent", agent_s, 100, write_budget_bytes=budget_bytes, keep=keep, max_age_s=max_age_s),
             ClassRule(CHAT, "chat", chat_s, priority=200, floor_bytes=floor_bytes, admission=admission),
         )
     )
@@ -68,6 +75,7 @@ class Cell:
     class_byte: int
     day: int
     begun: int
+    created_s: int
     records: list[int] = field(default_factory=list)
 
 
@@ -99,9 +107,19 @@ class PlainNode:
         if rule.keep == FIXED and (block, class_byte) in self.touched:
             return
         self.touched.add((block, class_byte))
-        gain_s = now_s + keep_s - self.until_s[block]
+        until_s = min(now_s + keep_s, self.end_s(self.where[block][0]))
+        gain_s = until_s - self.until_s[block]
         if gain_s > 0 and gain_s * 1024 >= keep_s:
-            self.until_s[block] = now_s + keep_s
+            self.until_s[block] = until_s
+
+    def max_age_s(self, class_byte: int) -> int:
+        rule = self.setting.rules.by_byte(class_byte)
+        assert rule is not None
+        return rule.max_age_s
+
+    def end_s(self, cell: Cell) -> int:
+        max_age_s = self.max_age_s(cell.class_byte)
+        return cell.created_s + max_age_s if max_age_s else 2**62
 
     def put(self, blocks: list[int], class_byte: int, now_s: int) -> None:
         rule = self.setting.rules.by_byte(class_byte)
@@ -139,12 +157,13 @@ class PlainNode:
             return
         until_s = now_s + self.setting.rules.keep_for_s(class_byte)
         while pending:
-            cell = self.open_for(class_byte, until_s // DAY_S)
+            cell = self.open_for(class_byte, until_s // DAY_S, now_s)
             while cell is None:
                 if not self.make_room(lambda: self.room() > 1, now_s):
                     self.happened["refused"] += len(pending)
                     return
-                cell = self.open_for(class_byte, until_s // DAY_S) or self.begin(class_byte, until_s // DAY_S)
+                day = until_s // DAY_S
+                cell = self.open_for(class_byte, day, now_s) or self.begin(class_byte, day, now_s)
             self.write(cell, pending[0])
             self.touched.add((pending[0], class_byte))
             self.until_s[pending.pop(0)] = until_s
@@ -162,17 +181,21 @@ class PlainNode:
     def room(self) -> int:
         return len(self.free) + self.setting.layout.segments_max - len(self.cells)
 
-    def open_for(self, class_byte: int, day: int) -> Cell | None:
+    def open_for(self, class_byte: int, day: int, now_s: int) -> Cell | None:
         cell = self.opened.get((class_byte, day))
-        if cell is not None and len(cell.records) == self.setting.slots:
+        if cell is None:
+            return None
+        max_age_s = self.max_age_s(class_byte)
+        too_old = max_age_s and now_s - cell.created_s >= min(HOUR_S, max_age_s // 16)
+        if too_old or len(cell.records) == self.setting.slots:
             del self.opened[class_byte, day]
             return None
         return cell
 
-    def begin(self, class_byte: int, day: int) -> Cell:
+    def begin(self, class_byte: int, day: int, now_s: int) -> Cell:
         number = self.free.pop() if self.free else len(self.cells) + 1
         self.begun += 1
-        cell = self.cells[number] = Cell(number, class_byte, day, self.begun)
+        cell = self.cells[number] = Cell(number, class_byte, day, self.begun, now_s)
         open_max = max(2, self.setting.layout.segments_max // 8)
         longest = list(self.opened)[: max(0, len(self.opened) + 1 - open_max)]
         for key in list(self.opened):
@@ -190,9 +213,17 @@ class PlainNode:
         alive = sum(self.until_s[block] > now_s for block in held)
         promise_s = max((self.until_s[block] for block in held), default=0)
         used_bytes, alive_bytes = len(cell.records) * size, alive * size
-        segment_bytes = self.setting.layout.segment_bytes
         return SegmentUsage(
-            cell.number, cell.class_byte, segment_bytes, used_bytes, alive_bytes, 0, promise_s, cell.begun, busy=False
+            cell.number,
+            cell.class_byte,
+            self.setting.layout.segment_bytes,
+            used_bytes,
+            alive_bytes,
+            0,
+            promise_s,
+            cell.begun,
+            busy=False,
+            ages=self.max_age_s(cell.class_byte) > 0,
         )
 
     def make_room(self, enough: object, now_s: int) -> bool:
@@ -230,9 +261,9 @@ class PlainNode:
         moving = [block for block in self.held(cell) if self.until_s[block] > now_s]
         day = max((self.until_s[block] for block in moving), default=0) // DAY_S
         for at in in_chain_order([(block, self.before[block]) for block in moving]):
-            target = self.open_for(cell.class_byte, day)
+            target = self.open_for(cell.class_byte, day, now_s)
             if target is None and self.room() > 0:
-                target = self.begin(cell.class_byte, day)
+                target = self.begin(cell.class_byte, day, now_s)
             if target is None:
                 return False
             self.write(target, moving[at])
@@ -300,6 +331,7 @@ def totals(outcome: Outcome) -> dict[str, int]:
     budget_bytes=st.sampled_from([0, 0, MIB]),
     second=st.booleans(),
     keep=st.sampled_from(KEEPS),
+    aged=st.booleans(),
 )
 def test_it_does_what_plain_dictionaries_do(
     seed: int,
@@ -312,10 +344,11 @@ def test_it_does_what_plain_dictionaries_do(
     budget_bytes: int,
     second: bool,
     keep: str,
+    aged: bool,
 ) -> None:
     """Hits of every request, and what was stored, refused, moved, evicted and expired, are the same block by block."""
     workload = made_up_workload(seed, requests=50, gap_s=gap_s)
-    in_force = rules(*keeps, floor_mib * MIB, budget_bytes=budget_bytes, second=second, keep=keep)
+    in_force = rules(*keeps, floor_mib * MIB, budget_bytes=budget_bytes, second=second, keep=keep, aged=aged)
     setting = Setting(in_force, payload_bytes, capacity_mib * MIB, nodes, sweep_every_s=300)
     fast, plain = Replay(workload, setting), PlainStore(workload, setting)
     for request in workload.requests:
@@ -377,6 +410,7 @@ class Case:
     budget_bytes: int = 0
     second: bool = False
     keep: str = SLIDING
+    aged: bool = False
     sweep_every_s: int = 1800
 
 
@@ -395,6 +429,7 @@ CASES = {
     ),
     "the index runs out": Case(3, ("evicted",), requests=260, payload_bytes=3000, gap_s=600.0, sweep_every_s=DAY_S),
     "all is protected": Case(1, ("refused",), requests=50, payload_bytes=200_000, floor_bytes=10 * MIB),
+    "blocks age": Case(2, ("evicted", "expired"), 100, keeps=(HOUR_S, 7 * DAY_S), gap_s=500.0, aged=True),
     "promises are fixed": Case(2, ("evicted", "expired"), 70, keeps=(HOUR_S, 3 * HOUR_S), gap_s=1500.0, keep=FIXED),
     "writes are rationed": Case(
         5,
@@ -414,7 +449,12 @@ def test_it_does_what_a_real_node_does(tmp_path: Path, case: Case) -> None:
     """On one clock, with real files: hits of every request, and every counter of room, are the node's."""
     workload = made_up_workload(case.seed, requests=case.requests, gap_s=case.gap_s, begin_s=T0_S)
     rules_in_force = rules(
-        *case.keeps, case.floor_bytes, budget_bytes=case.budget_bytes, second=case.second, keep=case.keep
+        *case.keeps,
+        case.floor_bytes,
+        budget_bytes=case.budget_bytes,
+        second=case.second,
+        keep=case.keep,
+        aged=case.aged,
     )
     setting = Setting(rules_in_force, case.payload_bytes, case.capacity_bytes, sweep_every_s=case.sweep_every_s)
     clock = ManualClock()

@@ -28,6 +28,7 @@ def open_node(
     files: Files | None = None,
     directories: int = 1,
     keyring: Keyring | None = None,
+    overwrite_aged: bool = False,
 ) -> Node:
     """A node over ``directories`` data directories under ``path``."""
     config = NodeConfig(
@@ -36,6 +37,7 @@ def open_node(
         state_pool_bytes=MIB,
         state_ttl_s=600.0,
         keyring=keyring or Keyring(),
+        overwrite_aged=overwrite_aged,
     )
     return Node.open(config, clock, rules, "test policy", files=files)
 

@@ -51,6 +51,17 @@ def test_pinned_blocks_are_carried_out_of_mostly_unpinned_segments_only() -> Non
     assert choose_victim([wholly], RULES) is None
 
 
+def test_what_ages_together_is_not_rewritten() -> None:
+    """A segment whose class has a maximum age is dropped as a whole or stays: neither survivors nor pins move out."""
+    aged = FULL._replace(ages=True)
+    sparse, pinned = aged._replace(segment=2, alive_bytes=400), aged._replace(segment=3, pinned_bytes=400)
+    assert choose_victim([aged, sparse], RULES, lossless=True) is None
+    assert choose_victim([aged._replace(promise_until_s=60), sparse], RULES) == Step(2, Action.FREE)
+    assert choose_victim([pinned], RULES) is None
+    assert sweep_action(sparse, 0) is None
+    assert sweep_action(sparse._replace(alive_bytes=0), 0) is Action.FREE
+
+
 def test_busy_segments_are_passed_over() -> None:
     assert choose_victim([FULL._replace(busy=True, alive_bytes=0), FULL._replace(segment=2)], RULES) == Step(
         2, Action.FREE

@@ -70,6 +70,22 @@ def scanned(segment: Segment, known_end: int = FIRST_RECORD) -> list[int]:
     return [step.header.index for step in segment.scan(FIRST_RECORD, known_end, payloads=True) if step.header]
 
 
+def test_a_segment_is_as_old_as_its_oldest_record(tmp_path: Path) -> None:
+    """Also after it was opened again; a note of an earlier life, or a damaged one, says nothing."""
+    segment = a_segment(tmp_path)
+    assert segment.oldest_s == HEADER.created_s
+    segment.reach_back(HEADER.created_s - 500)
+    segment.reach_back(HEADER.created_s - 100)
+    append(segment, 1)
+    segment.seal()
+    assert Segment.open(Files(), segment.path).oldest_s == segment.oldest_s == HEADER.created_s - 500
+    segment.files.write(segment.fd, [b"\xff"], 1040)
+    damaged = Segment.open(Files(), segment.path)
+    assert (damaged.oldest_s, damaged.sealed) == (HEADER.created_s, True)
+    segment.reformat(replace(HEADER, generation=78, created_s=HEADER.created_s + 9))
+    assert Segment.open(Files(), segment.path).oldest_s == segment.oldest_s == HEADER.created_s + 9
+
+
 def test_records_are_read_back_and_scanned(tmp_path: Path) -> None:
     segment = a_segment(tmp_path)
     headers = [append(segment, number) for number in range(1, 6)]

@@ -57,6 +57,10 @@ BAD_RULES: dict[str, dict[str, Any]] = {
     "fraction of a second": {"keep_for_s": 1.5},
     "truth for a number": {"keep_for_s": True},
     "unknown keep": {"keep": "forever"},
+    "maximum age below a minute": {"keep_for_s": 1, "max_age_s": 59},
+    "maximum age beyond fifty years": {"max_age_s": KEEP_FOR_S_MAX + 1},
+    "negative maximum age": {"max_age_s": -1},
+    "kept longer than it may age": {"keep_for_s": 3600, "max_age_s": 3600 + 200},
     "negative priority": {"priority": -1},
     "huge priority": {"priority": PRIORITY_MAX + 1},
     "negative floor": {"floor_bytes": -1},
@@ -103,8 +107,10 @@ def test_an_unknown_class_is_kept_at_the_longest_promise() -> None:
 def test_rules_survive_json() -> None:
     """What is written to JSON reads back equal; other fields are refused."""
     assert ClassRules.from_json(json.loads(json.dumps(RULES.to_json()))) == RULES
-    assert not {"admission", "write_budget_bytes", "keep"} & {name for row in RULES.to_json() for name in row}
-    choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1, keep="fixed")
+    assert not {"admission", "write_budget_bytes", "keep", "max_age_s"} & {
+        name for row in RULES.to_json() for name in row
+    }
+    choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1, keep="fixed", max_age_s=4 * DAY_S)
     again = ClassRules.from_json(ClassRules((choosy,)).to_json())
     assert again.rules == (choosy,)
     for row in ({"name": "batch"}, {**RULES.to_json()[2], "ttl": 5}):

@@ -14,6 +14,7 @@ from kvstore.traffic import (
     FLOOR_BYTES_MAX,
     KEEP_FOR_S_MAX,
     KEEPS,
+    MAX_AGE_S_MIN,
     PRIORITY_MAX,
     ClassRule,
     ClassRules,
@@ -87,12 +88,20 @@ numbers: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+def aged(draw: st.DrawFn, values: dict[str, Any]) -> dict[str, Any]:
+    """With a maximum age that lets a promise be kept, or none."""
+    least_s = max(MAX_AGE_S_MIN, values["keep_for_s"] + min(3600, values["keep_for_s"]) + 1)
+    if least_s > KEEP_FOR_S_MAX or draw(st.booleans()):
+        return values
+    return {**values, "max_age_s": draw(st.integers(least_s, KEEP_FOR_S_MAX))}
+
+
 @st.composite
 def policies(draw: st.DrawFn) -> ClassRules:
     own = draw(st.dictionaries(st.integers(16, 255), names, max_size=5))
     bytes_of = {"agent": 1, "chat": 2} | {name: byte for byte, name in own.items()}
     rules = [
-        ClassRule(TrafficClass(byte), name, **{key: draw(value) for key, value in numbers.items()})
+        ClassRule(TrafficClass(byte), name, **aged(draw, {key: draw(value) for key, value in numbers.items()}))
         for name, byte in bytes_of.items()
     ]
     return ClassRules(tuple(sorted(rules, key=lambda rule: rule.class_byte)))
@@ -177,6 +186,11 @@ BAD_DOCUMENTS: dict[str, tuple[str, str]] = {
     "unknown codec": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = "gzip"'), "none, zstd"),
     "unknown admission": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nadmission = "never"'), "second_touch"),
     "unknown keep": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nkeep = "ever"'), "sliding, fixed"),
+    "maximum age as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nmax_age = 5'), "max_age 5"),
+    "promise beyond the maximum age": (
+        with_class('byte = 16\nkeep_for = "3d"\npriority = 1\nmax_age = "3d"'),
+        "no block would reach that",
+    ),
     "budget as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nwrite_budget = 5'), "write_budget 5"),
     "codec as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = 1'), "none, zstd"),
     "too long": ("#" * POLICY_TEXT_BYTES_MAX + BUILT_IN, str(POLICY_TEXT_BYTES_MAX)),
