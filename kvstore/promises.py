@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -238,6 +238,7 @@ class _Flow:
     keep_for_s: int
     priority: int
     floor_bytes: int
+    ceiling_bytes: int
     ingest_bytes_per_s: float
     slope: float
     whole_slope: float
@@ -259,6 +260,7 @@ def forecast(ingest: Mapping[int, ClassIngest], rules: ClassRules, room: Room, w
 
     A class that no rule names counts as it is treated: kept for the longest promise, and as dear as the dearest.
     """
+    rules = rules.for_volume(room.segments_max * room.segment_bytes)
     unknown = [byte for byte in ingest if rules.by_byte(byte) is None]
     class_bytes = [*(int(rule.class_byte) for rule in rules.rules), *unknown]
     flows = [_flow_of(byte, rules, ingest.get(byte), room, window_s) for byte in class_bytes]
@@ -287,8 +289,8 @@ def _flow_of(class_byte: int, rules: ClassRules, ingest: ClassIngest | None, roo
     """Segments hold one class and one day of expiry: each day leaves one half full, and the oldest is half dead."""
     rule, keep_for_s = rules.by_byte(class_byte), rules.keep_for_s(class_byte)
     priority = rule.priority if rule else max(item.priority for item in rules.rules)
-    floor_bytes = rule.floor_bytes if rule else 0
-    who = (class_byte, rules.name_of(class_byte), keep_for_s, priority, floor_bytes)
+    floor_bytes, ceiling_bytes = (rule.floor_bytes, rule.ceiling_bytes) if rule else (0, 0)
+    who = (class_byte, rules.name_of(class_byte), keep_for_s, priority, floor_bytes, ceiling_bytes)
     rate = ingest.rate_bytes_per_s(window_s) if ingest is not None else 0.0
     if ingest is None or rate <= 0:
         return _Flow(*who, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -302,7 +304,10 @@ def _flow_of(class_byte: int, rules: ClassRules, ingest: ClassIngest | None, roo
 
 
 def _share_out(flows: Sequence[_Flow], usable_bytes: float) -> dict[int, float]:
-    """Seconds that each class is kept, by class byte: the dearest first, each priority after what floors hold."""
+    """Seconds that each class is kept, by class byte: the dearest first, each priority after what floors hold, and
+    before that all go down to their ceilings.
+    """
+    flows = _cut_to_ceilings(flows, usable_bytes)
     kept_s: dict[int, float] = {}
     left_bytes = usable_bytes
     for priority in sorted({flow.priority for flow in flows}, reverse=True):
@@ -314,6 +319,25 @@ def _share_out(flows: Sequence[_Flow], usable_bytes: float) -> dict[int, float]:
             kept_s[flow.class_byte] = _kept_s(flow, early_s)
             left_bytes -= flow.bytes_at(kept_s[flow.class_byte]) if early_s else flow.demand_bytes
     return kept_s
+
+
+def _cut_to_ceilings(flows: Sequence[_Flow], usable_bytes: float) -> Sequence[_Flow]:
+    """As far as room is short, classes beyond their ceilings keep less, down to those; the earliest promises go."""
+    over = {
+        flow.class_byte: replace(flow, floor_bytes=flow.ceiling_bytes)
+        for flow in flows
+        if 0 < flow.ceiling_bytes < flow.demand_bytes
+    }
+    if not over:
+        return flows
+    others_bytes = sum(flow.demand_bytes for flow in flows if flow.class_byte not in over)
+    early_s = _given_up_s(list(over.values()), usable_bytes - others_bytes)
+    return [
+        replace(flow, keep_for_s=max(1, int(_kept_s(over[flow.class_byte], early_s))))
+        if flow.class_byte in over
+        else flow
+        for flow in flows
+    ]
 
 
 def _given_up_s(group: Sequence[_Flow], room_bytes: float) -> float:

@@ -2,7 +2,8 @@
 
 Owns the order of reclaiming. Does not know files, locks or blocks' contents; the shard carries the choice out. Order:
 segments whose every promise is past; segments mostly dead, whose few living blocks move on (nothing is lost); then
-living blocks, by class priority down to each class's floor, earliest promise first, whole segments. Pinned blocks are
+living blocks, by class priority down to each class's floor, earliest promise first, whole segments, and before any
+others those of classes that hold more than their ceiling. Pinned blocks are
 never dropped, and no living block at all where only lossless steps are asked for. Nothing is rewritten out of a segment
 whose class has a maximum age: its blocks age, and are erased, together.
 """
@@ -21,6 +22,7 @@ LIVE_SHARE_MAX = 0.5
 """Living blocks are rewritten only from a segment whose used bytes are less than half alive."""
 REWRITE_AHEAD_S = DAY_S
 """A sweep rewrites for room that would not come by itself within this time."""
+NO_CEILING = 2**62
 
 
 class Action(Enum):
@@ -67,7 +69,10 @@ def expiry_day(until_s: int) -> int:
 
 
 def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless: bool = False) -> Step | None:
-    """The next segment to recycle, or None if everything is protected. ``lossless``: no living block may go."""
+    """The next segment to recycle, or None if everything is protected. ``lossless``: no living block may go.
+
+    ``rules``: those of the volume (``ClassRules.for_volume``).
+    """
     idle = [usage for usage in usages if not usage.busy]
     empty = [usage for usage in idle if usage.alive_bytes == 0]
     if empty:
@@ -77,7 +82,9 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless
         return Step(min(sparse, key=lambda usage: (usage.alive_bytes, usage.segment)).segment, Action.MOVE_ALIVE)
     if lossless:
         return None
-    spare_bytes = {byte: held - _floor_bytes(rules, byte) for byte, held in _bytes_by_class(usages).items()}
+    held_bytes = _bytes_by_class(usages)
+    spare_bytes = {byte: held - _floor_bytes(rules, byte) for byte, held in held_bytes.items()}
+    over = {byte for byte, held in held_bytes.items() if held > _ceiling_bytes(rules, byte)}
     priorities = {byte: _priority(rules, byte) for byte in spare_bytes}
     possible = [
         usage
@@ -87,6 +94,8 @@ def choose_victim(usages: Sequence[SegmentUsage], rules: ClassRules, *, lossless
     ]
     if not possible:
         return None
+    if over:
+        possible = [usage for usage in possible if usage.class_byte in over] or possible
     first = min(possible, key=lambda usage: (priorities[usage.class_byte], usage.promise_until_s, usage.begun))
     return Step(first.segment, Action.MOVE_PINNED if first.pinned_bytes else Action.FREE)
 
@@ -129,3 +138,8 @@ def _priority(rules: ClassRules, class_byte: int) -> int:
 def _floor_bytes(rules: ClassRules, class_byte: int) -> int:
     rule = rules.by_byte(class_byte)
     return rule.floor_bytes if rule else 0
+
+
+def _ceiling_bytes(rules: ClassRules, class_byte: int) -> int:
+    rule = rules.by_byte(class_byte)
+    return rule.ceiling_bytes if rule and rule.ceiling_bytes else NO_CEILING

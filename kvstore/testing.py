@@ -54,8 +54,8 @@ TEST_RULES = ClassRules(
 class MemoryStore:
     """A store in a dict: same promises as a node, nothing survives the object.
 
-    When full it evicts what is expired, then classes by priority down to their floors, oldest keep-until first; what is
-    pinned stays, and a put that finds no room is REFUSED.
+    When full it evicts what is expired, then what classes hold beyond their ceilings, then classes by priority down to
+    their floors, oldest keep-until first; what is pinned stays, and a put that finds no room is REFUSED.
     """
 
     def __init__(
@@ -584,7 +584,7 @@ class MemoryStore:
         excess = self._payload_bytes + wanted_bytes - self._capacity_bytes
         if excess <= 0:
             return True
-        rules = self._policy.rules
+        rules = self._policy.rules.for_volume(self._capacity_bytes)
         class_of = {key: self._deciding_class(block) for key, block in self._blocks.items()}
         held: dict[int, int] = {}
         for key, block in self._blocks.items():
@@ -594,21 +594,29 @@ class MemoryStore:
             rule = rules.by_byte(class_of[block.name.key])
             return self._is_live(block), rule.priority if rule else 2**31, self._keep_until_s(block)
 
-        victims: list[MemoryBlock] = []
-        for block in sorted(self._blocks.values(), key=order):
+        victims: dict[BlockKey, MemoryBlock] = {}
+        ordered = sorted(self._blocks.values(), key=order)
+        for block, beyond in [*((block, True) for block in ordered), *((block, False) for block in ordered)]:
             if excess <= 0:
                 break
-            rule = rules.by_byte(class_of[block.name.key])
-            floor_bytes = rule.floor_bytes if rule and self._is_live(block) else 0
-            left = held[class_of[block.name.key]] - len(block.payload)
-            if block.name.key == keep or self._is_pinned(block.name.key) or left < floor_bytes:
+            key, class_byte, live = block.name.key, class_of[block.name.key], self._is_live(block)
+            rule = rules.by_byte(class_byte)
+            left = held[class_byte] - len(block.payload)
+            if beyond and live and not (rule and 0 < rule.ceiling_bytes < held[class_byte]):
                 continue
-            held[class_of[block.name.key]] = left
+            if (
+                key in victims
+                or key == keep
+                or self._is_pinned(key)
+                or left < (rule.floor_bytes if rule and live else 0)
+            ):
+                continue
+            held[class_byte] = left
             excess -= len(block.payload)
-            victims.append(block)
+            victims[key] = block
         if excess > 0:
             return False
-        for block in victims:
+        for block in victims.values():
             live = self._is_live(block)
             self._counts["evicted" if live else "expired"] += 1
             self._remove(block.name.key, Presence.EVICTED if live else Presence.EXPIRED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NewType
 
 TrafficClass = NewType("TrafficClass", int)
@@ -38,6 +38,8 @@ MAX_AGE_S_MIN = 60
 AGE_PARTS = 16
 AGE_SPAN_S_MAX = 3600
 FLOOR_BYTES_MAX = 2**60
+SHARE_MAX = 10_000
+"""Shares of the capacity are whole ten-thousandths of it."""
 PRIORITY_MAX = 1_000_000
 
 
@@ -51,6 +53,8 @@ class ClassRule:
     whether a new block is stored when it is offered, or when it is offered for the second time. ``write_budget_bytes``:
     physical bytes of new blocks that a node stores in a day (UTC); 0: no bound. ``max_age_s``: seconds from when the
     class wrote a block, after which it is not served, however often it is used, and is erased; 0: none.
+    ``ceiling_bytes``: what the class holds beyond it gives way before anything else; 0: no such bound. Floor and
+    ceiling may be shares of a node's capacity instead, in ten-thousandths.
     """
 
     class_byte: TrafficClass
@@ -63,16 +67,12 @@ class ClassRule:
     write_budget_bytes: int = 0
     keep: str = SLIDING
     max_age_s: int = 0
+    floor_share: int = 0
+    ceiling_bytes: int = 0
+    ceiling_share: int = 0
 
     def __post_init__(self) -> None:
-        for number in (
-            self.class_byte,
-            self.keep_for_s,
-            self.priority,
-            self.floor_bytes,
-            self.write_budget_bytes,
-            self.max_age_s,
-        ):
+        for number in (getattr(self, item.name) for item in fields(self) if item.name not in _WORDS):
             if not isinstance(number, int) or isinstance(number, bool):
                 raise ValueError(f"class {self.name!r}: {number!r} is not a whole number")
         if not 1 <= self.class_byte <= CLASS_MAX:
@@ -93,6 +93,7 @@ class ClassRule:
             raise ValueError(f"class {self.name!r}: keep {self.keep!r} is not one of {', '.join(KEEPS)}")
         if not 0 <= self.write_budget_bytes <= FLOOR_BYTES_MAX:
             raise ValueError(f"class {self.name!r}: write_budget {self.write_budget_bytes} is outside 0..1 EiB")
+        self._check_shares()
         if self.max_age_s and not MAX_AGE_S_MIN <= self.max_age_s <= KEEP_FOR_S_MAX:
             raise ValueError(f"class {self.name!r}: max_age_s {self.max_age_s} is outside 1 min..50 years")
         if self.max_age_s and self.keep_for_s > self.max_age_s - self.age_span_s:
@@ -111,8 +112,42 @@ class ClassRule:
         """Blocks that were written within this time of each other reach their maximum age together, with the first."""
         return min(AGE_SPAN_S_MAX, max(1, self.max_age_s // AGE_PARTS))
 
+    def _check_shares(self) -> None:
+        if not 0 <= self.ceiling_bytes <= FLOOR_BYTES_MAX:
+            raise ValueError(f"class {self.name!r}: ceiling_bytes {self.ceiling_bytes} is outside 0..1 EiB")
+        for what, size_bytes, share in (
+            ("floor", self.floor_bytes, self.floor_share),
+            ("ceiling", self.ceiling_bytes, self.ceiling_share),
+        ):
+            if not 0 <= share <= SHARE_MAX:
+                raise ValueError(f"class {self.name!r}: {what}_share {share} is outside 0..{SHARE_MAX}")
+            if size_bytes and share:
+                raise ValueError(f"class {self.name!r}: its {what} is given in bytes and as a share")
+        pairs = ((self.floor_bytes, self.ceiling_bytes), (self.floor_share, self.ceiling_share))
+        if any(0 < ceiling < floor for floor, ceiling in pairs):
+            raise ValueError(f"class {self.name!r}: its ceiling is below its floor")
 
-LATER: Mapping[str, object] = {"admission": ALWAYS, "write_budget_bytes": 0, "keep": SLIDING, "max_age_s": 0}
+    def floor_of(self, capacity_bytes: int) -> int:
+        """Physical bytes on a node of this capacity."""
+        return self.floor_bytes or capacity_bytes * self.floor_share // SHARE_MAX
+
+    def ceiling_of(self, capacity_bytes: int) -> int | None:
+        """Physical bytes on a node of this capacity; None: no bound."""
+        if not self.ceiling_bytes and not self.ceiling_share:
+            return None
+        return self.ceiling_bytes or capacity_bytes * self.ceiling_share // SHARE_MAX
+
+
+_WORDS = frozenset({"name", "codec", "admission", "keep"})
+LATER: Mapping[str, object] = {
+    "admission": ALWAYS,
+    "write_budget_bytes": 0,
+    "keep": SLIDING,
+    "max_age_s": 0,
+    "floor_share": 0,
+    "ceiling_bytes": 0,
+    "ceiling_share": 0,
+}
 """Fields that the first rules did not have, and what their absence means."""
 
 
@@ -142,6 +177,12 @@ class ClassRules:
         rule = self.by_byte(class_byte)
         return rule.keep_for_s if rule else max(rule.keep_for_s for rule in self.rules)
 
+    def for_volume(self, capacity_bytes: int, volumes: int = 1) -> ClassRules:
+        """As they apply to one of so many equal volumes of a node of this capacity: its part of each floor and ceiling,
+        all in bytes.
+        """
+        return ClassRules(tuple(_for_volume(rule, capacity_bytes, volumes) for rule in self.rules))
+
     def name_of(self, class_byte: int) -> str:
         rule = self.by_byte(class_byte)
         return rule.name if rule else f"class-{class_byte}"
@@ -160,3 +201,11 @@ class ClassRules:
             return cls(tuple(ClassRule(**row) for row in rows))
         except TypeError as error:
             raise ValueError(f"a class rule has wrong fields: {error}") from error
+
+
+def _for_volume(rule: ClassRule, capacity_bytes: int, volumes: int) -> ClassRule:
+    floor_bytes = min(FLOOR_BYTES_MAX, rule.floor_of(capacity_bytes) // volumes)
+    ceiling_bytes = rule.ceiling_of(capacity_bytes)
+    if ceiling_bytes is not None:
+        ceiling_bytes = min(FLOOR_BYTES_MAX, max(1, floor_bytes, ceiling_bytes // volumes))
+    return replace(rule, floor_bytes=floor_bytes, floor_share=0, ceiling_bytes=ceiling_bytes or 0, ceiling_share=0)

@@ -8,6 +8,7 @@ that ``policy_text`` writes parses to the same rules; a class byte never changes
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from kvstore.traffic import (
     KEEPS,
     OPERATOR_CLASS_MIN,
     PRIORITY_MAX,
+    SHARE_MAX,
     SLIDING,
     ClassRule,
     ClassRules,
@@ -33,6 +35,7 @@ from kvstore.traffic import (
 from kvstore.units import format_bytes, format_duration, parse_bytes, parse_duration_s
 from retention.errors import PolicyInvalid
 
+_SHARE = re.compile(r"([0-9]{1,3})(?:\.([0-9]{1,2}))?\s*%", re.ASCII)
 POLICY_TEXT_BYTES_MAX = 65_536
 """A longer policy document is refused: 240 classes fit well."""
 
@@ -89,12 +92,21 @@ def check_policy(rules: list[ClassRule], *, capacity_bytes: int | None = None) -
     for name in BUILT_IN_NAMES:
         if not any(rule.name == name for rule in rules):
             problems.append(f"class {name} is built in and in use by gateways: add a table [class.{name}]")
-    floors_bytes = sum(rule.floor_bytes for rule in rules)
+    if sum(rule.floor_share for rule in rules) > SHARE_MAX:
+        problems.append("the floors given as shares add up to more than 100 %; lower them")
+    floors_bytes = sum(rule.floor_of(capacity_bytes or 0) for rule in rules)
     if capacity_bytes is not None and floors_bytes > capacity_bytes:
         problems.append(
             f"the floors add up to {format_bytes(floors_bytes)}, more than the capacity of "
             f"{format_bytes(capacity_bytes)}; lower them, or add capacity"
         )
+    if capacity_bytes is not None:
+        problems += [
+            f"class {rule.name}: its ceiling is below its floor on {format_bytes(capacity_bytes)}"
+            for rule in rules
+            if (ceiling_bytes := rule.ceiling_of(capacity_bytes)) is not None
+            and ceiling_bytes < rule.floor_of(capacity_bytes)
+        ]
     if problems:
         raise PolicyInvalid(problems)
     return ClassRules(tuple(sorted(rules, key=lambda rule: rule.class_byte)))
@@ -157,9 +169,11 @@ def policy_text(rules: ClassRules) -> str:
         lines += [
             f'keep_for = "{format_duration(rule.keep_for_s)}"',
             f"priority = {rule.priority}",
-            f'floor = "{format_bytes(rule.floor_bytes)}"',
+            f'floor = "{size_text(rule.floor_bytes, rule.floor_share)}"',
             f'codec = "{rule.codec}"',
         ]
+        if rule.ceiling_bytes or rule.ceiling_share:
+            lines.append(f'ceiling = "{size_text(rule.ceiling_bytes, rule.ceiling_share)}"')
         if rule.keep != SLIDING:
             lines.append(f'keep = "{rule.keep}"')
         if rule.max_age_s:
@@ -170,6 +184,11 @@ def policy_text(rules: ClassRules) -> str:
             lines.append(f'write_budget = "{format_bytes(rule.write_budget_bytes)}"')
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
+
+
+def size_text(size_bytes: int, share: int) -> str:
+    """A floor or ceiling as a document says it: bytes, or a share of the capacity."""
+    return f"{share / (SHARE_MAX / 100):g}%" if share else format_bytes(size_bytes)
 
 
 def default_policy_text() -> str:
@@ -213,7 +232,10 @@ def _parse_class(name: str, table: object, problems: list[str]) -> ClassRule | N
                 name=name,
                 keep_for_s=values["keep_for"],
                 priority=values["priority"],
-                floor_bytes=values["floor"],
+                floor_bytes=values["floor"][0],
+                floor_share=values["floor"][1],
+                ceiling_bytes=values["ceiling"][0],
+                ceiling_share=values["ceiling"][1],
                 codec=values["codec"],
                 admission=values["admission"],
                 write_budget_bytes=values["write_budget"],
@@ -267,8 +289,28 @@ def _read_priority(_name: str, value: object) -> int:
     return _whole(value, "priority", 0, PRIORITY_MAX)
 
 
-def _read_floor(_name: str, value: object) -> int:
-    return _size(value, "floor")
+def _size_or_share(key: str) -> Callable[[str, object], tuple[int, int]]:
+    """Reads bytes, or ten-thousandths of the capacity; of the pair one is 0."""
+
+    def read(_name: str, value: object) -> tuple[int, int]:
+        if not isinstance(value, str) or not value.strip().endswith("%"):
+            return _size(value, key), 0
+        found = _SHARE.fullmatch(value.strip())
+        share = int(found[1]) * 100 + int((found[2] or "0").ljust(2, "0")) if found else -1
+        if not 0 <= share <= SHARE_MAX:
+            raise ValueError(f'{key} {value!r}: write a share from 0% to 100%, with two decimals at most, like "12.5%"')
+        return 0, share
+
+    return read
+
+
+def _read_ceiling(name: str, value: object) -> tuple[int, int]:
+    found = _size_or_share("ceiling")(name, value)
+    if value is not None and not any(found):
+        raise ValueError(
+            "ceiling 0: the class would keep nothing when room is needed; leave the key out for no ceiling"
+        )
+    return found
 
 
 def _read_write_budget(_name: str, value: object) -> int:
@@ -303,7 +345,8 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "byte": _read_byte,
     "keep_for": _read_keep_for,
     "priority": _read_priority,
-    "floor": _read_floor,
+    "floor": _size_or_share("floor"),
+    "ceiling": _read_ceiling,
     "keep": _one_of("keep", KEEPS),
     "max_age": _read_max_age,
     "codec": _one_of("codec", CODECS),

@@ -158,10 +158,11 @@ class Replay:
         shelf = Shelf(workload.before, setting.slots, setting.rules)
         self.shelf = shelf
         self._setting = setting
+        rules = setting.rules.for_volume(layout.capacity_bytes)
         self._volumes = [
             Volume(
                 shelf,
-                setting.rules,
+                rules,
                 setting.record_bytes,
                 layout.segment_bytes,
                 layout.segments_max,

@@ -20,7 +20,7 @@ from kvstore.traffic import ClassRule, ClassRules
 from kvstore.units import format_bytes, format_bytes_short, format_duration
 from kvstore.wording import printable, span, utc
 from retention.planner import UNTOUCHED, Usage
-from retention.policy import ClassChange, diff_policies
+from retention.policy import ClassChange, diff_policies, size_text
 from retention.purge import Purge
 from retention.receipt import Receipt
 from retention.sweeper import SweepReport
@@ -230,6 +230,7 @@ def policy_table(policy: Policy) -> Table:
         "max age",
         "priority",
         "floor",
+        "ceiling",
         "codec",
         "admission",
         "write budget",
@@ -379,7 +380,11 @@ def _rule_values(rule: ClassRule) -> tuple[tuple[str, str], ...]:
         ("keep", rule.keep),
         ("max_age", format_duration(rule.max_age_s) if rule.max_age_s else "-"),
         ("priority", str(rule.priority)),
-        ("floor", format_bytes(rule.floor_bytes)),
+        ("floor", size_text(rule.floor_bytes, rule.floor_share)),
+        (
+            "ceiling",
+            size_text(rule.ceiling_bytes, rule.ceiling_share) if rule.ceiling_bytes or rule.ceiling_share else "-",
+        ),
         ("codec", rule.codec),
         ("admission", rule.admission),
         ("write_budget", format_bytes(rule.write_budget_bytes) if rule.write_budget_bytes else "-"),

@@ -148,6 +148,7 @@ class Volume:
 
     shelf: Shelf
     rules: ClassRules
+    """Those of the volume (``ClassRules.for_volume``)."""
     record_bytes: int
     segment_bytes: int
     segments_max: int

@@ -18,12 +18,13 @@ from kvstore.daemon.wear import Wear
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one volume; the intake is the node's. ``overwrite_aged``: as in ``NodeConfig``."""
+    """Of one of the node's ``volumes``; the intake is the node's. ``overwrite_aged``: as in ``NodeConfig``."""
 
     watermark: Watermark
     wear: Wear
     intake: Intake
     overwrite_aged: bool = False
+    volumes: int = 1
 
 
 def bounds_of(
@@ -45,6 +46,6 @@ def bounds_of(
         spent.update(wear.classes_today(now_s))
     intake = Intake(spent, now_s)
     return [
-        Bounds(Watermark(files, volume.path, free_min), wear, intake, overwrite_aged)
+        Bounds(Watermark(files, volume.path, free_min), wear, intake, overwrite_aged, len(volumes))
         for volume, free_min, wear in zip(volumes, free_min_bytes, wears, strict=True)
     ]

@@ -40,7 +40,7 @@ def check_pins(pins: Sequence[Pin]) -> None:
 
 
 def check_rules(rules: ClassRules | None, capacity_bytes: int) -> None:
-    if rules is not None and sum(rule.floor_bytes for rule in rules.rules) > capacity_bytes:
+    if rules is not None and sum(rule.floor_of(capacity_bytes) for rule in rules.rules) > capacity_bytes:
         raise ValueError(
             f"the floors of all classes are together more than the capacity of {format_bytes(capacity_bytes)}"
         )

@@ -101,12 +101,14 @@ class Shard:
     ) -> None:
         self._parts = parts
         self._ledger = parts.ledger
+        self._volumes = bounds.volumes
         self._rules = rules
+        self._rules_here = self._here(rules)
         self._pins = pins
         self._ciphers = ciphers
         self._writer = threading.Lock()
         self._reclaimer = Reclaimer(
-            parts.ledger, lambda: self._rules, parts.layout.index_budget_bytes, overwrite=bounds.overwrite_aged
+            parts.ledger, lambda: self._rules_here, parts.layout.index_budget_bytes, overwrite=bounds.overwrite_aged
         )
         writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
         self._put = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
@@ -477,7 +479,7 @@ class Shard:
 
     def set_rules(self, rules: ClassRules) -> None:
         with self._writer, self._ledger.changing():
-            self._rules = rules
+            self._rules, self._rules_here = rules, self._here(rules)
             self._ledger.presence.set_rules(Terms.of(rules))
 
     def sweep(self, now_s: int, *, apply: bool) -> Swept:
@@ -574,6 +576,10 @@ class Shard:
             self._parts.volume.close()
 
     # interior
+
+    def _here(self, rules: ClassRules) -> ClassRules:
+        """This volume's part of the rules."""
+        return rules.for_volume(self._parts.layout.capacity_bytes * self._volumes, self._volumes)
 
     def _leases(self) -> int:
         with self._ledger.lock:

@@ -144,6 +144,24 @@ def test_a_fixed_promise_is_remembered_across_restarts(keeper: Keeper) -> None:
     assert hit_blocks(keeper.store, chain) == 0
 
 
+def test_a_class_beyond_its_ceiling_gives_way_before_a_cheaper_one(keeper: Keeper) -> None:
+    """Agents, who would go first, keep everything; of the chats the oldest go, a quarter of the store stays theirs."""
+    text = TEXT.replace("[class.chat]", '[class.chat]\nceiling = "25%"')
+    keeper.store.set_policy(parse_policy(text), text, expected_version=1, apply=True)
+    space = keeper.store.register_space(a_space())
+    chats = [a_chain(space, 16, seed=seed) for seed in range(1, 6)]
+    agents = [a_chain(space, 16, seed=seed) for seed in range(6, 10)]
+    for traffic_class, chains in ((CHAT, chats), (AGENT, agents)):
+        for chain in chains:
+            keeper.clock.advance(60)
+            put_chain(keeper.store, chain, traffic_class, payload_bytes=250_000)
+    keeper.restart()
+    assert present_blocks(keeper.store, agents) == 4 * 16
+    assert present_blocks(keeper.store, chats[-1:]) == 16
+    assert hit_blocks(keeper.store, chats[0]) == 0
+    assert present_blocks(keeper.store, chats) * 250_000 > CAPACITY_BYTES // 5
+
+
 def test_a_put_of_a_stored_block_is_a_touch(keeper: Keeper) -> None:
     """Storing the same prefix again keeps it longer, and writes nothing."""
     chain = fill(keeper, AGENT)

@@ -51,6 +51,7 @@ def rules(
     second: bool = False,
     keep: str = SLIDING,
     aged: bool = False,
+    ceiling_share: int = 0,
 ) -> ClassRules:
     """``budget_bytes``: what agents may write a day. ``second``: chats are stored from the second touch. ``keep``: of
     agents, and with ``aged`` for twice their promise at most.
@@ -59,7 +60,15 @@ def rules(
     return ClassRules(
         (
             ClassRule(AGENT, "agent", agent_s, 100, write_budget_bytes=budget_bytes, keep=keep, max_age_s=max_age_s),
-            ClassRule(CHAT, "chat", chat_s, priority=200, floor_bytes=floor_bytes, admission=admission),
+            ClassRule(
+                CHAT,
+                "chat",
+                chat_s,
+                priority=200,
+                floor_bytes=floor_bytes,
+                admission=admission,
+                ceiling_share=ceiling_share,
+            ),
         )
     )
 
@@ -234,7 +243,7 @@ class PlainNode:
                 return True
             cells = [cell for cell in self.cells.values() if cell is not None and cell.number not in stuck]
             idle = [self.usage(cell, now_s) for cell in cells]
-            step = choose_victim(idle, self.setting.rules)
+            step = choose_victim(idle, self.setting.rules.for_volume(self.setting.layout.capacity_bytes))
             if step is None:
                 return False
             if not self.empty(step.segment, step.action, now_s):
@@ -332,6 +341,7 @@ def totals(outcome: Outcome) -> dict[str, int]:
     second=st.booleans(),
     keep=st.sampled_from(KEEPS),
     aged=st.booleans(),
+    ceiling_share=st.sampled_from([0, 0, 2500]),
 )
 def test_it_does_what_plain_dictionaries_do(
     seed: int,
@@ -345,10 +355,19 @@ def test_it_does_what_plain_dictionaries_do(
     second: bool,
     keep: str,
     aged: bool,
+    ceiling_share: int,
 ) -> None:
     """Hits of every request, and what was stored, refused, moved, evicted and expired, are the same block by block."""
     workload = made_up_workload(seed, requests=50, gap_s=gap_s)
-    in_force = rules(*keeps, floor_mib * MIB, budget_bytes=budget_bytes, second=second, keep=keep, aged=aged)
+    in_force = rules(
+        *keeps,
+        floor_mib * MIB,
+        budget_bytes=budget_bytes,
+        second=second,
+        keep=keep,
+        aged=aged,
+        ceiling_share=ceiling_share,
+    )
     setting = Setting(in_force, payload_bytes, capacity_mib * MIB, nodes, sweep_every_s=300)
     fast, plain = Replay(workload, setting), PlainStore(workload, setting)
     for request in workload.requests:
@@ -411,6 +430,7 @@ class Case:
     second: bool = False
     keep: str = SLIDING
     aged: bool = False
+    ceiling_share: int = 0
     sweep_every_s: int = 1800
 
 
@@ -430,6 +450,7 @@ CASES = {
     "the index runs out": Case(3, ("evicted",), requests=260, payload_bytes=3000, gap_s=600.0, sweep_every_s=DAY_S),
     "all is protected": Case(1, ("refused",), requests=50, payload_bytes=200_000, floor_bytes=10 * MIB),
     "blocks age": Case(2, ("evicted", "expired"), 100, keeps=(HOUR_S, 7 * DAY_S), gap_s=500.0, aged=True),
+    "the dearer class has a ceiling": Case(1, ("evicted",), requests=50, floor_bytes=0, ceiling_share=2500),
     "promises are fixed": Case(2, ("evicted", "expired"), 70, keeps=(HOUR_S, 3 * HOUR_S), gap_s=1500.0, keep=FIXED),
     "writes are rationed": Case(
         5,
@@ -455,6 +476,7 @@ def test_it_does_what_a_real_node_does(tmp_path: Path, case: Case) -> None:
         second=case.second,
         keep=case.keep,
         aged=case.aged,
+        ceiling_share=case.ceiling_share,
     )
     setting = Setting(rules_in_force, case.payload_bytes, case.capacity_bytes, sweep_every_s=case.sweep_every_s)
     clock = ManualClock()

@@ -82,6 +82,18 @@ def test_a_floor_holds_against_a_dearer_class() -> None:
     assert of(found, "chat").lasts_s / DAY_S == pytest.approx(4.0, rel=0.02)
 
 
+def test_a_ceiling_holds_where_room_is_short_and_only_there() -> None:
+    """What the dearer class holds beyond it goes first, as far as needed; with room for all nothing does."""
+    capped = ClassRules((AGENT_RULE, replace(CHAT_RULE, ceiling_bytes=300 * MIB)))
+    found = looked(100, 100, 850, capped)
+    assert of(found, "agent").holds
+    assert of(found, "chat").lasts_s / DAY_S == pytest.approx((850 - 305) / 101, rel=0.02)
+    found = looked(100, 100, 500, capped)
+    assert of(found, "chat").lasts_s / DAY_S == pytest.approx(3.0, rel=0.02)
+    assert of(found, "agent").lasts_s / DAY_S == pytest.approx((500 - 303) / 101, rel=0.05)
+    assert all(item.holds for item in looked(100, 100, 2000, capped).classes)
+
+
 def test_equal_priorities_give_up_the_same_time() -> None:
     """The earliest promise goes first, whosever it is: both end as much too early."""
     equal = ClassRules((AGENT_RULE, replace(CHAT_RULE, priority=100)))

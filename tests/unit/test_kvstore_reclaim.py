@@ -44,6 +44,22 @@ def test_a_class_is_evicted_down_to_its_floor_and_no_further() -> None:
     assert choose_victim(chats[:2], RULES) is None
 
 
+def test_a_class_beyond_its_ceiling_gives_way_first_however_dear() -> None:
+    """Its own earliest promise, down to the ceiling and never below its floor; then the usual order. Lossless steps
+    come before.
+    """
+    capped = ClassRules((RULES.rules[0], ClassRule(CHAT, "chat", 86_400, 200, 2 * MIB, ceiling_bytes=2 * MIB)))
+    chats = [FULL._replace(segment=n, class_byte=CHAT, promise_until_s=90 - n) for n in (2, 3, 4)]
+    assert choose_victim([FULL, *chats], RULES) == Step(1, Action.FREE)
+    assert choose_victim([FULL, *chats], capped) == Step(4, Action.FREE)
+    assert choose_victim([FULL, *chats[:2]], capped) == Step(1, Action.FREE)
+    assert choose_victim(chats[:2], capped) is None
+    sparse = FULL._replace(segment=5, alive_bytes=100)
+    assert choose_victim([sparse, *chats], capped) == Step(5, Action.MOVE_ALIVE)
+    pinned = [usage._replace(pinned_bytes=900) for usage in chats]
+    assert choose_victim([FULL, *pinned], capped) == Step(1, Action.FREE)
+
+
 def test_pinned_blocks_are_carried_out_of_mostly_unpinned_segments_only() -> None:
     mostly = FULL._replace(pinned_bytes=400)
     wholly = FULL._replace(segment=2, pinned_bytes=900)

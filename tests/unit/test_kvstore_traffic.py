@@ -14,6 +14,7 @@ from kvstore.traffic import (
     CHAT,
     FLOOR_BYTES_MAX,
     KEEP_FOR_S_MAX,
+    LATER,
     PRIORITY_MAX,
     ClassRule,
     ClassRules,
@@ -59,6 +60,13 @@ BAD_RULES: dict[str, dict[str, Any]] = {
     "unknown keep": {"keep": "forever"},
     "maximum age below a minute": {"keep_for_s": 1, "max_age_s": 59},
     "maximum age beyond fifty years": {"max_age_s": KEEP_FOR_S_MAX + 1},
+    "negative ceiling": {"ceiling_bytes": -1},
+    "ceiling beyond any disk": {"ceiling_bytes": FLOOR_BYTES_MAX + 1},
+    "ceiling below the floor": {"floor_bytes": 2, "ceiling_bytes": 1},
+    "share below the floor's": {"floor_share": 2, "ceiling_share": 1},
+    "share beyond all": {"floor_share": 10_001},
+    "floor in bytes and as a share": {"floor_bytes": 1, "floor_share": 1},
+    "ceiling in bytes and as a share": {"ceiling_bytes": 1, "ceiling_share": 1},
     "negative maximum age": {"max_age_s": -1},
     "kept longer than it may age": {"keep_for_s": 3600, "max_age_s": 3600 + 200},
     "negative priority": {"priority": -1},
@@ -104,13 +112,25 @@ def test_an_unknown_class_is_kept_at_the_longest_promise() -> None:
     assert (RULES.by_name("batch"), RULES.by_name("nobody")) == (BATCH_RULE, None)
 
 
+def test_each_volume_has_its_part_of_floors_and_ceilings() -> None:
+    """Bytes and shares of a node are divided evenly; no bound stays none, however small a ceiling is."""
+    shares = ClassRule(BATCH, "batch", DAY_S, floor_share=1000, ceiling_share=2500)
+    sizes = ClassRule(AGENT, "agent", DAY_S, floor_bytes=50, ceiling_bytes=90)
+    here = ClassRules((CHAT_RULE, shares, sizes)).for_volume(1000, 2)
+    assert [(rule.floor_bytes, rule.ceiling_bytes) for rule in here.rules] == [(0, 0), (50, 125), (25, 45)]
+    assert all(not rule.floor_share and not rule.ceiling_share for rule in here.rules)
+    tiny = replace(CHAT_RULE, ceiling_share=1)
+    assert ClassRules((tiny,)).for_volume(1000, 2).rules[0].ceiling_bytes == 1
+    assert (tiny.ceiling_of(10_000), CHAT_RULE.ceiling_of(10_000), shares.floor_of(10_000)) == (1, None, 1000)
+    ClassRules((shares,)).for_volume(2**62)
+
+
 def test_rules_survive_json() -> None:
     """What is written to JSON reads back equal; other fields are refused."""
     assert ClassRules.from_json(json.loads(json.dumps(RULES.to_json()))) == RULES
-    assert not {"admission", "write_budget_bytes", "keep", "max_age_s"} & {
-        name for row in RULES.to_json() for name in row
-    }
+    assert not LATER.keys() & {name for row in RULES.to_json() for name in row}
     choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1, keep="fixed", max_age_s=4 * DAY_S)
+    choosy = replace(choosy, floor_share=1, ceiling_share=2)
     again = ClassRules.from_json(ClassRules((choosy,)).to_json())
     assert again.rules == (choosy,)
     for row in ({"name": "batch"}, {**RULES.to_json()[2], "ttl": 5}):

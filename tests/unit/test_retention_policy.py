@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,14 @@ numbers: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def aged(draw: st.DrawFn, values: dict[str, Any]) -> dict[str, Any]:
-    """With a maximum age that lets a promise be kept, or none."""
+def with_more(draw: st.DrawFn, values: dict[str, Any]) -> dict[str, Any]:
+    """With a floor as a share or not, a ceiling above it or none, and a maximum age that allows the promise or none."""
+    if draw(st.booleans()):
+        values = {**values, "floor_bytes": 0, "floor_share": draw(st.integers(1, 3000))}
+    if draw(st.booleans()):
+        values = {**values, "ceiling_share": draw(st.integers(max(1, values.get("floor_share", 0)), 10_000))}
+    elif draw(st.booleans()):
+        values = {**values, "ceiling_bytes": draw(st.integers(max(1, values["floor_bytes"]), FLOOR_BYTES_MAX))}
     least_s = max(MAX_AGE_S_MIN, values["keep_for_s"] + min(3600, values["keep_for_s"]) + 1)
     if least_s > KEEP_FOR_S_MAX or draw(st.booleans()):
         return values
@@ -101,7 +108,7 @@ def policies(draw: st.DrawFn) -> ClassRules:
     own = draw(st.dictionaries(st.integers(16, 255), names, max_size=5))
     bytes_of = {"agent": 1, "chat": 2} | {name: byte for byte, name in own.items()}
     rules = [
-        ClassRule(TrafficClass(byte), name, **aged(draw, {key: draw(value) for key, value in numbers.items()}))
+        ClassRule(TrafficClass(byte), name, **with_more(draw, {key: draw(value) for key, value in numbers.items()}))
         for name, byte in bytes_of.items()
     ]
     return ClassRules(tuple(sorted(rules, key=lambda rule: rule.class_byte)))
@@ -110,10 +117,24 @@ def policies(draw: st.DrawFn) -> ClassRules:
 @given(policies())
 def test_the_canonical_text_reads_back_as_the_same_policy(rules: ClassRules) -> None:
     """parse(text(rules)) is the rules, exactly, and the text is stable."""
+    if sum(rule.floor_share for rule in rules.rules) > 10_000:
+        rules = ClassRules(tuple(replace(rule, floor_share=rule.floor_share // 10) for rule in rules.rules))
     text = policy_text(rules)
     assert parse_policy(text) == rules
     assert policy_text(parse_policy(text)) == text
     assert len(text) < POLICY_TEXT_BYTES_MAX
+
+
+def test_floors_and_ceilings_may_be_shares() -> None:
+    """Of the capacity, to a hundredth of a percent; whether they fit is known once the capacity is."""
+    rules = parse_policy(with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "12.5%"\nceiling = "1GiB"'))
+    batch = rules.by_name("batch")
+    assert batch is not None
+    assert (batch.floor_share, batch.floor_bytes, batch.ceiling_bytes) == (1250, 0, GIB)
+    assert 'floor = "12.5%"' in policy_text(rules)
+    parse_policy(policy_text(rules), capacity_bytes=8 * GIB)
+    with pytest.raises(PolicyInvalid, match="below its floor"):
+        parse_policy(policy_text(rules), capacity_bytes=9 * GIB)
 
 
 def test_a_document_without_the_later_keys_means_what_it_meant() -> None:
@@ -180,6 +201,18 @@ BAD_DOCUMENTS: dict[str, tuple[str, str]] = {
     "negative priority": (with_class('byte = 16\nkeep_for = "1d"\npriority = -1'), r"0\.\.1000000"),
     "priority as text": (with_class('byte = 16\nkeep_for = "1d"\npriority = "high"'), r"0\.\.1000000"),
     "floor without a unit": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "50"'), "no unit"),
+    "share beyond all": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "101%"'), "0% to 100%"),
+    "share too fine": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "1.234%"'), "two decimals"),
+    "negative share": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nceiling = "-5%"'), "0% to 100%"),
+    "no ceiling at all": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nceiling = "0B"'), "ceiling 0"),
+    "ceiling below the floor": (
+        with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "20%"\nceiling = "10%"'),
+        "below its floor",
+    ),
+    "shares beyond all": (
+        (BUILT_IN + OWN).replace("priority", 'floor = "40%"\npriority').replace('floor = "1.5GiB"\n', ""),
+        "more than 100 %",
+    ),
     "floor as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = 50'), "with units"),
     "negative floor": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "-1GiB"'), "not a size"),
     "overflowing floor": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nfloor = "7EiB"'), "EiB"),
