@@ -54,7 +54,8 @@ class ClassRule:
     physical bytes of new blocks that a node stores in a day (UTC); 0: no bound. ``max_age_s``: seconds from when the
     class wrote a block, after which it is not served, however often it is used, and is erased; 0: none.
     ``ceiling_bytes``: what the class holds beyond it gives way before anything else; 0: no such bound. Floor and
-    ceiling may be shares of a node's capacity instead, in ten-thousandths.
+    ceiling may be shares of a node's capacity instead, in ten-thousandths. ``compress_after_s``: seconds without a
+    use after which blocks that were stored as they are may be compressed; 0: never.
     """
 
     class_byte: TrafficClass
@@ -70,6 +71,7 @@ class ClassRule:
     floor_share: int = 0
     ceiling_bytes: int = 0
     ceiling_share: int = 0
+    compress_after_s: int = 0
 
     def __post_init__(self) -> None:
         for number in (getattr(self, item.name) for item in fields(self) if item.name not in _WORDS):
@@ -94,6 +96,11 @@ class ClassRule:
         if not 0 <= self.write_budget_bytes <= FLOOR_BYTES_MAX:
             raise ValueError(f"class {self.name!r}: write_budget {self.write_budget_bytes} is outside 0..1 EiB")
         self._check_shares()
+        if not 0 <= self.compress_after_s <= KEEP_FOR_S_MAX:
+            raise ValueError(f"class {self.name!r}: compress_after_s {self.compress_after_s} is outside 0..50 years")
+        if self.compress_after_s and (self.max_age_s or self.codec != "none"):
+            why = "max_age: nothing of it is written again" if self.max_age_s else "a codec: it is compressed at once"
+            raise ValueError(f"class {self.name!r}: compress_after does not go with {why}")
         if self.max_age_s and not MAX_AGE_S_MIN <= self.max_age_s <= KEEP_FOR_S_MAX:
             raise ValueError(f"class {self.name!r}: max_age_s {self.max_age_s} is outside 1 min..50 years")
         if self.max_age_s and self.keep_for_s > self.max_age_s - self.age_span_s:
@@ -147,6 +154,7 @@ LATER: Mapping[str, object] = {
     "floor_share": 0,
     "ceiling_bytes": 0,
     "ceiling_share": 0,
+    "compress_after_s": 0,
 }
 """Fields that the first rules did not have, and what their absence means."""
 

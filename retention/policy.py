@@ -178,6 +178,8 @@ def policy_text(rules: ClassRules) -> str:
             lines.append(f'keep = "{rule.keep}"')
         if rule.max_age_s:
             lines.append(f'max_age = "{format_duration(rule.max_age_s)}"')
+        if rule.compress_after_s:
+            lines.append(f'compress_after = "{format_duration(rule.compress_after_s)}"')
         if rule.admission != ALWAYS:
             lines.append(f'admission = "{rule.admission}"')
         if rule.write_budget_bytes:
@@ -241,6 +243,7 @@ def _parse_class(name: str, table: object, problems: list[str]) -> ClassRule | N
                 write_budget_bytes=values["write_budget"],
                 keep=values["keep"],
                 max_age_s=values["max_age"],
+                compress_after_s=values["compress_after"],
             )
         except ValueError as error:
             found.append(str(error))
@@ -272,15 +275,20 @@ def _read_keep_for(_name: str, value: object) -> int:
         raise ValueError(f"keep_for: {error}") from error
 
 
-def _read_max_age(_name: str, value: object) -> int:
-    if value is None:
-        return 0
-    if not isinstance(value, str):
-        raise ValueError(f'max_age {_shown(value)}: write a duration with units, like max_age = "30d"')
-    try:
-        return parse_keep_for(value)
-    except ValueError as error:
-        raise ValueError(f"max_age: {error}") from error
+def _duration(key: str) -> Callable[[str, object], int]:
+    """Reads seconds; 0 where the key is absent."""
+
+    def read(_name: str, value: object) -> int:
+        if value is None:
+            return 0
+        if not isinstance(value, str):
+            raise ValueError(f'{key} {_shown(value)}: write a duration with units, like {key} = "30d" or "12h"')
+        try:
+            return parse_keep_for(value)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+
+    return read
 
 
 def _read_priority(_name: str, value: object) -> int:
@@ -348,7 +356,8 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "floor": _size_or_share("floor"),
     "ceiling": _read_ceiling,
     "keep": _one_of("keep", KEEPS),
-    "max_age": _read_max_age,
+    "max_age": _duration("max_age"),
+    "compress_after": _duration("compress_after"),
     "codec": _one_of("codec", CODECS),
     "admission": _one_of("admission", ADMISSIONS),
     "write_budget": _read_write_budget,

@@ -221,23 +221,14 @@ def unruled_lines(rows: Iterable[tuple[int | None, SpaceId | None, Usage]], fact
 
 
 def policy_table(policy: Policy) -> Table:
-    table = Table(title=f"policy, version {policy.version}")
-    for heading in (
-        "class",
-        "byte",
-        "keep for",
-        "keep",
-        "max age",
-        "priority",
-        "floor",
-        "ceiling",
-        "codec",
-        "admission",
-        "write budget",
-    ):
-        table.add_column(heading)
-    for rule in policy.rules.rules:
-        table.add_row(rule.name, str(rule.class_byte), *(value for _, value in _rule_values(rule)))
+    """A column for everything that some class says."""
+    rows = [(rule, dict(_rule_values(rule))) for rule in policy.rules.rules]
+    said = [what for what in rows[0][1] if any(values[what] != "-" for _, values in rows)]
+    table = Table(
+        "class", "byte", *(what.replace("_", " ") for what in said), title=f"policy, version {policy.version}"
+    )
+    for rule, values in rows:
+        table.add_row(rule.name, str(rule.class_byte), *(values[what] for what in said))
     return table
 
 
@@ -386,6 +377,7 @@ def _rule_values(rule: ClassRule) -> tuple[tuple[str, str], ...]:
             size_text(rule.ceiling_bytes, rule.ceiling_share) if rule.ceiling_bytes or rule.ceiling_share else "-",
         ),
         ("codec", rule.codec),
+        ("compress_after", format_duration(rule.compress_after_s) if rule.compress_after_s else "-"),
         ("admission", rule.admission),
         ("write_budget", format_bytes(rule.write_budget_bytes) if rule.write_budget_bytes else "-"),
     )

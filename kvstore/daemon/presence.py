@@ -307,6 +307,15 @@ class PresenceMap:
         held = [self._holdings[number] for number in segments]
         return [(item.promise_until_s, item.record_bytes) for item in held]
 
+    def last_uses(self) -> dict[int, int]:
+        """By segment that holds uncompressed blocks: when any of its blocks was touched last."""
+        used = self.used()
+        numbers = self.segments_of(used).astype(np.int64)
+        latest = np.zeros(int(numbers.max(initial=0)) + 1, dtype=np.int64)
+        np.maximum.at(latest, numbers, self._touch_s[used].astype(np.int64))
+        plain = self.shapes.codec[self._shape[used]] == 0
+        return {number: int(latest[number]) for number in np.unique(numbers[plain]).tolist()}
+
     def holdings(self, now_s: int) -> Holdings:
         """What each segment holds now."""
         doubted = self._holdings.in_doubt(now_s)

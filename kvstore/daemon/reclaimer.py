@@ -17,6 +17,8 @@ import numpy as np
 
 from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.chains import in_chain_order
+from kvstore.daemon.codec import Codec, compress
+from kvstore.daemon.cold import as_written_again, compress_after_s
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.index import entries_of
 from kvstore.daemon.ledger import Ledger, Place
@@ -33,9 +35,13 @@ from kvstore.daemon.scour import erase_all_but
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.daemon.tallies import effects_of, merge_effects
 from kvstore.keys import BlockKey
-from kvstore.reclaim import Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
+from kvstore.limits import MIB
+from kvstore.reclaim import REWRITE_AHEAD_S, Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
 from kvstore.store import ClassEffect, Presence
 from kvstore.traffic import ClassRules
+
+PACK_BYTES = 32 * MIB
+"""Of cold blocks, written again under one hold of the writer's lock: a twentieth of a second."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +75,8 @@ class Reclaimer:
         self._ledger = ledger
         self._rules = rules
         self._overwrite = overwrite
+        self._stiff: set[int] = set()
+        """Generations of segments whose blocks do not shrink."""
         self.blocks_max = blocks_max(index_budget_bytes)
 
     def segment_for(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
@@ -228,6 +236,63 @@ class Reclaimer:
         self._erase_overdue(segment, now_s)
         swept.removed = merge_effects(swept.effects)
 
+    def coldest(self, now_s: int) -> Segment | None:
+        """Of the sealed segments whose blocks nobody has used for as long as their class says, and which compressing
+        shrinks, the one unused for longest. Those that are free within a day anyway stay as they are.
+        """
+        rules, segments = self._rules(), self._ledger.segments.segments
+        if not any(rule.compress_after_s for rule in rules.rules):
+            return None
+        with self._ledger.lock:
+            used_s = self._ledger.presence.last_uses()
+            usages = [usage for usage in self.usages(now_s) if usage.segment in used_s and not usage.busy]
+        self._stiff &= {segment.header.generation for segment in segments.values()}
+        for usage in sorted(usages, key=lambda usage: used_s[usage.segment]):
+            segment, after_s = segments[usage.segment], compress_after_s(rules, usage.class_byte)
+            is_cold = after_s > 0 and used_s[usage.segment] + after_s <= now_s
+            if not is_cold or not segment.sealed or usage.promise_until_s <= now_s + REWRITE_AHEAD_S:
+                continue
+            if segment.header.generation in self._stiff:
+                continue
+            if self._shrinks(segment, now_s):
+                return segment
+            self._stiff.add(segment.header.generation)
+        return None
+
+    def pack_part(self, segment: Segment, generation: int, now_s: int, swept: Swept) -> bool:
+        """Write some of a cold segment's blocks again, compressed; whether there are more."""
+        if segment.header.generation != generation:
+            return False
+        slots = self._alive_in(segment, now_s)
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            slots = slots[np.argsort(presence.places[slots])]
+            count = int(np.searchsorted(np.cumsum(presence.record_bytes_of(slots)), PACK_BYTES)) + 1
+        moved = self._move(segment, slots[:count], now_s)
+        if moved is None:
+            return False
+        swept.blocks_rewritten += moved
+        if count < len(slots):
+            return True
+        swept.segments_freed += self._recycle(segment, now_s)
+        return False
+
+    def _shrinks(self, segment: Segment, now_s: int) -> bool:
+        """Whether compressing its first uncompressed block pays: others of the class are much like it."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            slots = self._alive_in(segment, now_s)
+            slots = slots[presence.shapes.codec[presence.shape_of(slots)] == Codec.NONE]
+            place = self._ledger.place(int(slots[0])) if len(slots) else None
+        if place is None:
+            return False
+        try:
+            payload = bytearray(segment.read_header(place.offset)[0].stored_bytes)
+            segment.read_record(place.offset, payload)
+        except (RecordDamaged, OSError):
+            return False
+        return compress("zstd", payload)[0] != Codec.NONE
+
     def drop_vanished(self, now_s: int) -> None:
         """Let go of segments whose files were removed behind our back: their blocks would not survive a restart."""
         for segment in list(self._ledger.segments.segments.values()):
@@ -376,6 +441,7 @@ class Reclaimer:
         except RecordDamaged:
             self._ledger.quarantine([place], now_s)
             return []
+        header, stored = as_written_again(header, payload, touches, now_s, self._rules())
         target = self._target(segment.header.class_byte, day, header, now_s)
         if target is None:
             return None
@@ -387,7 +453,7 @@ class Reclaimer:
             touches=touches,
         )
         padding = bytes(fresh.record_bytes - HEADER_BYTES - fresh.stored_bytes)
-        target.append([encode_header(fresh), payload, padding], fresh.record_bytes)
+        target.append([encode_header(fresh), stored, padding], fresh.record_bytes)
         self._ledger.counters.bytes_written += fresh.record_bytes
         return [_Copy(place, fresh, target)]
 
@@ -403,7 +469,7 @@ class Reclaimer:
         """
         targets = {copy.target.number: copy.target for copy in copies}.values()
         dead = Mark(MarkReason.MOVED, now_s)
-        stuck = 0
+        stuck = packed = 0
         try:
             for target in targets:
                 target.sync()
@@ -419,12 +485,14 @@ class Reclaimer:
                         stuck += 1
                         continue
                     moved.append(fresh)
+                    packed += fresh.codec != place.codec
                     pin_s = int(self._ledger.presence.pin_until_s(np.array([place.slot]))[0])
                     if pin_s:
                         pins_s[fresh.key] = pin_s
                 self._ledger.flush_marks({copy.place.segment for copy in copies})
                 self._ledger.store(entries_of(moved), targets, pins_s, in_any_case=True)
                 self._ledger.counters.blocks_rewritten += len(moved)
+                self._ledger.counters.blocks_compressed += packed
         except OSError as error:
             self._ledger.counters.write_errors += 1
             log.error("blocks_not_moved problem=%r", error)

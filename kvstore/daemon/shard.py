@@ -495,10 +495,21 @@ class Shard:
         for number in numbers:
             with self._writing(threading.TIMEOUT_MAX):
                 self._reclaimer.sweep_segment(number, now_s, swept)
+        self._pack(now_s, swept)
         self.condition.keep_books(now_s)
         self._ledger.compact_if_due()
         self._ledger.ingest.save(self._parts.volume.path / INGEST_NAME)
         return swept
+
+    def _pack(self, now_s: int, swept: Swept) -> None:
+        """Compress the coldest segment, if there is one: a sweep's work is bounded, and writers come in between."""
+        with self._writing(threading.TIMEOUT_MAX):
+            segment = self._reclaimer.coldest(now_s)
+            generation = segment.header.generation if segment is not None else 0
+        more = segment is not None
+        while more and segment is not None:
+            with self._writing(threading.TIMEOUT_MAX):
+                more = self._reclaimer.pack_part(segment, generation, now_s, swept)
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Gauges and counters as numbers; ``by_class`` and ``by_space`` count served blocks and payload bytes."""

@@ -47,6 +47,8 @@ class Counters:
     evicted: int = 0
     quarantined: int = 0
     blocks_rewritten: int = 0
+    blocks_compressed: int = 0
+    """Those of the rewritten that had been stored as they are."""
     segments_recycled: int = 0
     bytes_written: int = 0
     write_errors: int = 0

@@ -67,6 +67,9 @@ BAD_RULES: dict[str, dict[str, Any]] = {
     "share beyond all": {"floor_share": 10_001},
     "floor in bytes and as a share": {"floor_bytes": 1, "floor_share": 1},
     "ceiling in bytes and as a share": {"ceiling_bytes": 1, "ceiling_share": 1},
+    "negative wait for compression": {"compress_after_s": -1},
+    "compressed at once and later": {"codec": "zstd", "compress_after_s": 60},
+    "compressed though nothing is written again": {"keep_for_s": 60, "max_age_s": 3600, "compress_after_s": 60},
     "negative maximum age": {"max_age_s": -1},
     "kept longer than it may age": {"keep_for_s": 3600, "max_age_s": 3600 + 200},
     "negative priority": {"priority": -1},
@@ -131,8 +134,9 @@ def test_rules_survive_json() -> None:
     assert not LATER.keys() & {name for row in RULES.to_json() for name in row}
     choosy = replace(RULES.rules[0], admission="second_touch", write_budget_bytes=1, keep="fixed", max_age_s=4 * DAY_S)
     choosy = replace(choosy, floor_share=1, ceiling_share=2)
-    again = ClassRules.from_json(ClassRules((choosy,)).to_json())
-    assert again.rules == (choosy,)
+    later = replace(CHAT_RULE, compress_after_s=60)
+    again = ClassRules.from_json(ClassRules((choosy, later)).to_json())
+    assert again.rules == (choosy, later)
     for row in ({"name": "batch"}, {**RULES.to_json()[2], "ttl": 5}):
         with pytest.raises(ValueError, match="fields"):
             ClassRules.from_json([row])

@@ -98,6 +98,8 @@ def with_more(draw: st.DrawFn, values: dict[str, Any]) -> dict[str, Any]:
     elif draw(st.booleans()):
         values = {**values, "ceiling_bytes": draw(st.integers(max(1, values["floor_bytes"]), FLOOR_BYTES_MAX))}
     least_s = max(MAX_AGE_S_MIN, values["keep_for_s"] + min(3600, values["keep_for_s"]) + 1)
+    if values["codec"] == "none" and draw(st.booleans()):
+        return {**values, "compress_after_s": draw(st.integers(1, KEEP_FOR_S_MAX))}
     if least_s > KEEP_FOR_S_MAX or draw(st.booleans()):
         return values
     return {**values, "max_age_s": draw(st.integers(least_s, KEEP_FOR_S_MAX))}
@@ -223,6 +225,14 @@ BAD_DOCUMENTS: dict[str, tuple[str, str]] = {
     "promise beyond the maximum age": (
         with_class('byte = 16\nkeep_for = "3d"\npriority = 1\nmax_age = "3d"'),
         "no block would reach that",
+    ),
+    "compressed at once and later": (
+        with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = "zstd"\ncompress_after = "1h"'),
+        "compressed at once",
+    ),
+    "wait for compression without a unit": (
+        with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncompress_after = "12"'),
+        "compress_after",
     ),
     "budget as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\nwrite_budget = 5'), "write_budget 5"),
     "codec as number": (with_class('byte = 16\nkeep_for = "1d"\npriority = 1\ncodec = 1'), "none, zstd"),
