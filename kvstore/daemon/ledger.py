@@ -105,6 +105,16 @@ class Taken:
     def found(self) -> npt.NDArray[np.bool_]:
         return np.asarray(self.rows["status"] == LENT)
 
+    def runs(self, where: npt.NDArray[np.bool_]) -> int:
+        """How many runs of records, each right behind the one before, some of the blocks make in whatever order."""
+        if len(where) == 1:
+            return int(where[0])
+        rows = self.rows[where]
+        places = rows["segment"].astype(np.uint64) << np.uint64(32) | rows["offset"]  # offsets are below 2^32
+        order = np.argsort(places)
+        begins, ends = places[order], (places + self.record_bytes[where])[order]
+        return len(begins) - int(np.count_nonzero(begins[1:] == ends[:-1]))
+
 
 def _taken_one(place: Place | None) -> Taken:
     """What was taken of one key. (The steps for many would take ten times as long.)"""

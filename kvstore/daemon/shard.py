@@ -289,7 +289,7 @@ class Shard:
         counters = self._ledger.counters
         counters.hits += int(np.count_nonzero(plain))
         counters.misses += len(found) - int(np.count_nonzero(found))
-        counters.extents_read += _extents(taken, plain)
+        counters.extents_read += taken.runs(plain)
         counters.bytes_read += int(taken.payload_bytes[plain].sum(dtype=np.int64))
         return taken
 
@@ -687,17 +687,6 @@ def _holds(place: Place, any_of: Set[BlockKey]) -> bool:
         return place.segment.read_header(place.offset)[0].key in any_of
     except (RecordDamaged, OSError):
         return True
-
-
-def _extents(taken: Taken, where: npt.NDArray[np.bool_]) -> int:
-    """How many runs of records, each right behind the one before, the blocks make in whatever order they are read."""
-    if len(where) == 1:
-        return int(where[0])
-    rows = taken.rows[where]
-    places = rows["segment"].astype(np.uint64) << np.uint64(32) | rows["offset"]  # offsets are below 2^32
-    order = np.argsort(places)
-    begins, ends = places[order], (places + taken.record_bytes[where])[order]
-    return len(begins) - int(np.count_nonzero(begins[1:] == ends[:-1]))
 
 
 def _is_elsewhere(error: Exception) -> bool:
