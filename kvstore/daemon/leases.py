@@ -1,7 +1,8 @@
 """A block's payload, held for sending.
 
 Owns the hold on the segment. Does not read or verify payloads that are sent from the file: the receiver does.
-Invariant: while a lease is open, the bytes at its place do not change.
+Invariant: while a lease is open, the bytes at its place do not change, unless a purge erases them: its receiver finds a
+mark or a checksum that does not fit, and asks again.
 """
 
 from __future__ import annotations
