@@ -106,8 +106,6 @@ class Expected:
     possible: set[int] = field(default_factory=set)
     promised: bool = False
     pinned: bool = False
-    going: bool = False
-    """Somebody began to delete it, and nobody knows whether that was done: its bytes may vanish under a reader."""
     unanswered: int = 0
     """Puts of this life that got no answer, or not yet."""
     is_fresh: bool = False
@@ -141,12 +139,10 @@ class Expected:
 
     def begin_delete(self) -> None:
         self.promised = self.pinned = False
-        self.going = True
 
     def end_delete(self) -> None:
         """A deletion was acknowledged: what was possible is forbidden from now on."""
         self.life += 1
-        self.going = False
         self.possible = set()
         self.unanswered = 0
 

@@ -131,7 +131,8 @@ class Client:
             if status is GetStatus.OK:
                 self._book.judge_read(block, buffer, life)
                 self._book.counts["read"] += 1
-            elif status is GetStatus.CORRUPT and self._after_kill and life == block.life and not block.going:
+            elif status is GetStatus.CORRUPT and self._after_kill:
+                self._store.stats(deadline_s=CALL_S)  # else the store died before it could be asked again
                 self._book.accuse("corrupt", f"block {block.name.index}: the store itself found it bad")
 
     def _lookup(self) -> None:
@@ -236,7 +237,6 @@ def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) ->
         if GetStatus.UNREACHABLE in statuses:
             raise Unavailable("the store died while it was verified")
         for block, status, buffer in zip(blocks, statuses, buffers, strict=True):
-            block.going = False
             book.judge_still(block, status, buffer)
             if after_kill and status is GetStatus.OK:
                 block.promised = block.is_kept
