@@ -74,3 +74,15 @@ def test_beyond_loopback_with_a_token_is_allowed() -> None:
     for name in ("token_file", "tokens"):
         config = load_config(None, {**GIVEN, "listen": "0.0.0.0:7071", name: "/etc/token"})
         assert isinstance(config, StoreConfig)
+
+
+def test_cipher_keys_come_from_a_file_or_from_a_command() -> None:
+    """A command is split as a shell would, or given in words; both at once would leave open which one counts."""
+    for given in ("show-keys --of 'a b'", ["show-keys", "--of", "a b"]):
+        config = load_config(None, {**GIVEN, "encryption_command": given})
+        assert config.encryption_command == ("show-keys", "--of", "a b")
+    with pytest.raises(ValueError, match="one of the two"):
+        load_config(None, {**GIVEN, "encryption_command": "x", "encryption_keys": "/etc/keys"})
+    for given in (" ", "'", [], [1]):
+        with pytest.raises(ValueError, match="--encryption-command"):
+            load_config(None, {**GIVEN, "encryption_command": given})
