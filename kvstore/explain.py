@@ -55,13 +55,15 @@ class Access:
     way: str
     reason: str
     first_miss: FirstMiss | None
+    last_hit: BlockKey | None = None
+    """The last block that was reused; records of earlier versions do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Which block was the first miss, and why. ``block`` and ``first_token`` are None where nothing was missed.
 
-    ``account``: all that is known of that block now, where nodes were asked.
+    ``account``: all that is known of that block now, where nodes were asked; ``reused``: of the last block reused.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class Explanation:
     first_token: int | None = None
     other_spaces: tuple[OtherSpace, ...] = ()
     account: Account | None = None
+    reused: Account | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,6 +90,7 @@ class Explanation:
             "first_token": self.first_token,
             "other_spaces": others_json(self.other_spaces),
             "account": self.account.to_json() if self.account else None,
+            "reused": self.reused.to_json() if self.reused else None,
         }
 
 
@@ -106,6 +110,7 @@ def read_access(row: Mapping[str, Any]) -> Access:
             way=str(row["way"]),
             reason=str(row["reason"]),
             first_miss=None if miss is None else _read_miss(miss),
+            last_hit=None if row.get("last_hit") is None else BlockKey(_hex(row["last_hit"], limits.KEY_BYTES)),
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"the access record lacks or mistypes a field: {error}") from error

@@ -75,9 +75,9 @@ def add_explain(app: typer.Typer, reported: Reported) -> None:
     ) -> None:
         """Why a request missed, or what became of a key.
 
-        Of a request: the first block that it missed, and why. Of that block, or of a key: when it was written and
-        touched, by which class, until when it is promised, who holds it; or what removed it, when, and under which
-        policy; and in which other spaces the same tokens lie. Exit code 1 if a node did not answer.
+        Of a request: the first block that it missed, and why. Of that block and the last one reused, or of a key: when
+        it was written and touched, by which class, until when it is promised, who holds it; or what removed it, when,
+        and under which policy; and in which other spaces the same tokens lie. Exit code 1 if a node did not answer.
         """
         with reported():
             token, deadline_s = read_token(token_file), parse_seconds(deadline)
@@ -132,26 +132,33 @@ def _explain_request(nodes: Nodes, records: Sequence[Access], *, as_json: bool) 
         for item in explanations:
             print(f"{item.request_id} ({item.role}): {item.hit_tokens} of {item.prompt_tokens} prompt tokens reused")
             print(f"  {item.cause}: {item.sentence}")
-            if item.account is not None:
-                _print_account(item.account)
+            for title, account in (("the first block missed", item.account), ("the last block reused", item.reused)):
+                if account is not None:
+                    print(f"  {title}:")
+                    _print_account(account)
     failed: dict[str, str] = {}
     for item in explanations:
-        failed |= item.account.nodes_failed if item.account is not None else {}
+        for account in filter(None, (item.account, item.reused)):
+            failed |= account.nodes_failed
     _fail_for(failed)
 
 
 def _explanation(nodes: Nodes, access: Access) -> Explanation:
-    miss = access.first_miss
-    if miss is None or not nodes.addresses:
+    miss, reused = access.first_miss, None
+    if not nodes.addresses:
         return explain(access, None, {})
     try:
+        if access.last_hit is not None:
+            reused = account_of(access.last_hit, access.space_id, nodes.ask(None, named_by_key(access.last_hit)))
+        if miss is None:
+            return replace(explain(access, None, {}), reused=reused)
         memories = nodes.ask(access.space_id, miss.name)
     except StoreError as error:
         print(f"the store was not asked for more: {error}", file=sys.stderr)
         return explain(access, None, {})
     memories = replace(memories, spaces={**memories.spaces, access.space_id: access.space})
-    explanation = explain(access, memories.sighting, memories.spaces)
-    return replace(explanation, account=account_of(miss.name.key, access.space_id, memories))
+    account = account_of(miss.name.key, access.space_id, memories)
+    return replace(explain(access, memories.sighting, memories.spaces), account=account, reused=reused)
 
 
 def _explain_key(nodes: Nodes, key: BlockKey, *, as_json: bool) -> None:

@@ -42,6 +42,7 @@ class AccessRecord:
     """One request at one worker. Times in seconds; ``space`` is the canonical encoding in hex, ``space_id`` its id.
 
     ``outcome``: finished, cancelled or failed. ``published_blocks``: acknowledged by the store when the request ended.
+    ``last_hit``: the key, in hex, of the last whole block that was reused.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class AccessRecord:
     load_s: float
     compute_s: float
     published_blocks: int
+    last_hit: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -203,7 +203,14 @@ def access_record(sequence: LiveSequence, outcome: str, block_tokens: int, now_s
         load_s=sequence.load_s,
         compute_s=sequence.compute_s,
         published_blocks=sequence.ticket.blocks_acknowledged if sequence.ticket else 0,
+        last_hit=_last_hit(sequence, reuse.hit_tokens // block_tokens),
     )
+
+
+def _last_hit(sequence: LiveSequence, blocks: int) -> str | None:
+    """The key of the last of so many blocks."""
+    names = sequence.chain.names if sequence.chain is not None else ()
+    return names[blocks - 1].key.hex() if 0 < blocks <= len(names) else None
 
 
 def open_worker(

@@ -97,9 +97,11 @@ def test_a_request_is_told_with_the_account_of_its_first_miss(nodes: Served, tmp
     assert (explanation["cause"], explanation["block"]) == ("purged", 1)
     removed = explanation["account"]["removed"]
     assert (removed["reason"], removed["at_s"], removed["policy_version"]) == ("purged", T0_S, 1)
+    reused = explanation["reused"]
+    assert (reused["presence"], reused["index"], reused["promised_until_s"]) == ("present", 0, T0_S + 3 * DAY_S)
     text = run("req-1", "--log", str(log), stores=nodes.addresses).stdout
-    assert "purged: block 1" in text
-    assert "not stored any more" in text
+    for part in ("purged: block 1", "first block missed", "not stored any more", "last block reused", "promised until"):
+        assert part in text
     alone = run("req-1", "--log", str(log), "--json")
     assert (alone.exit_code, json.loads(alone.stdout)[0]["account"]) == (0, None)
 
@@ -126,6 +128,7 @@ def a_record(chain: TokenChain) -> dict[str, Any]:
         "way": "blocks",
         "reason": "purged",
         "first_miss": miss,
+        "last_hit": chain.names[0].key.hex(),
     }
 
 

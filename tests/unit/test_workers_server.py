@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvstore.keys import SpaceId, TokenChain
 from kvstore.testing import MemoryStore
 from tests.support.checkpoints import checkpoint
 from workers import runtime
@@ -123,6 +124,9 @@ def test_request_goes_through_prefill_decode_and_log(start: Callable[..., Runnin
             assert cold["first_miss"]["index"] == 0
             assert (cold["reason"], cold["role"]) == ("never", "prefill")
             assert warm["first_miss"] is None
+            chain = TokenChain(SpaceId(bytes.fromhex(info.space_id)), info.block_tokens, PROMPT)
+            whole = (len(PROMPT) - 1) // info.block_tokens
+            assert (cold["last_hit"], warm["last_hit"]) == (None, chain.names[whole - 1].key.hex())
             assert cold["space_id"] == info.space_id
             assert await client.access_record("other") is None
             text = (await client._http.get("/metrics")).text
