@@ -213,9 +213,10 @@ def account_rows(account: Account, now_s: float) -> Iterator[tuple[str, str]]:
         yield "written", moment(block.written_s, now_s)
     for use in account.uses:
         yield f"touched by {use.name}", _use(use, now_s)
-    if block is not None and account.presence == Presence.PRESENT and account.policy is not None:
+    if account.uses and account.presence == Presence.PRESENT and account.policy is not None:
         under = f"under policy version {account.policy.version}"
-        yield "promised until", f"{moment(account.until_s, now_s)}, {under}{_since(account.policy)}"
+        cut = ", as its class has a maximum age" if account.until_s < max(use.until_s for use in account.uses) else ""
+        yield "promised until", f"{moment(account.until_s, now_s)}{cut}, {under}{_since(account.policy)}"
     for pin in account.pins:
         yield "on hold by" if pin.hold else "pinned by", _pin(pin, now_s)
     if account.removal is not None:

@@ -183,6 +183,13 @@ def test_a_stored_block_reads_in_order() -> None:
     assert found["on hold by"] == "legal\N{REPLACEMENT CHARACTER}[2J, without end: case"
 
 
+def test_a_promise_that_a_maximum_age_cuts_short_says_so() -> None:
+    """The end that the node tells is before what the touches alone would give."""
+    for until_s, cut in ((T0_S + 3 * DAY_S, False), (T0_S + 2 * DAY_S + 60, True)):
+        found = rows(told_of(Sighting(Presence.PRESENT, T0_S, until_s, (), a_block({AGENT: T0_S}))))
+        assert ("maximum age" in found["promised until"]) == cut
+
+
 @pytest.mark.parametrize(
     ("sighting", "wanted"),
     [
