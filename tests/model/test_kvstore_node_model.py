@@ -32,19 +32,20 @@ CAPACITY = 9 * MIB
 NAMES = 40
 SIZES = (100, 60_000, 400_000)
 OTHER = TrafficClass(40)
-KEEP_DAYS = ((3, 7), (1, 7), (3, 2), (5, 30))
+KEEP_DAYS = ((3, 7, 0), (1, 7, 0), (3, 2, 0), (5, 30, 0), (1, 7, 4))
+"""Of agents, of chats, and how old an agent's block may become (0: no bound)."""
 EXAMPLES = int(os.environ.get("REPRISE_MODEL_EXAMPLES", "0"))
 
 places = st.lists(st.integers(0, NAMES - 1), min_size=1, max_size=12, unique=True)
 classes = st.sampled_from([AGENT, CHAT, OTHER])
 
 
-def rules_of(days: tuple[int, int], admission: str = ALWAYS) -> ClassRules:
+def rules_of(days: tuple[int, int, int], admission: str = ALWAYS) -> ClassRules:
     """``admission``: of class chat."""
-    agent, chat = days
+    agent, chat, age = days
     return ClassRules(
         (
-            ClassRule(AGENT, "agent", agent * DAY_S, 100),
+            ClassRule(AGENT, "agent", agent * DAY_S, 100, max_age_s=age * DAY_S),
             ClassRule(CHAT, "chat", chat * DAY_S, 200, admission=admission),
         )
     )
@@ -71,10 +72,15 @@ class Kept:
     """What the model knows of an acknowledged block."""
 
     exact: bool
+    class_byte: int
+    """Of the class that wrote it."""
+    written_s: int
     touches: dict[int, int] = field(default_factory=dict)
     pinned: bool = False
     lapsed: bool = False
     """Its deadline was past once: it may be removed from then on, also if longer rules would revive it."""
+    aged: bool = False
+    """It may have reached its maximum age once: with the oldest record of its segment, whenever that was written."""
     loose: bool = False
     """The index was lost, and touches with it: the deadline lies between that of the write and the model's."""
 
@@ -92,6 +98,8 @@ class NodeModel(RuleBasedStateMachine):
         self.offered: set[int] = set()
         """To a class that stores what it is offered twice, since the node was opened."""
         self.orders = 0
+        self.first_s = self.clock.now_s()
+        """The earliest time so far."""
         self.rules = rules_of(KEEP_DAYS[0])
         self.node: Node = self._new_node(self.rules)
         self.space: SpaceId = self.node.register_space(a_space())
@@ -165,9 +173,10 @@ class NodeModel(RuleBasedStateMachine):
     @rule(days=st.sampled_from([0.01, 0.5, 1.0, 2.5, 8.0, -0.01, -1.0, -8.0]))
     def set_the_clock(self, days: float) -> None:
         self.clock.at_s += days * DAY_S
+        self.first_s = min(self.first_s, self.clock.at_s)
 
     @rule(days=st.sampled_from(KEEP_DAYS), admission=st.sampled_from([ALWAYS, SECOND_TOUCH]))
-    def change_policy(self, days: tuple[int, int], admission: str) -> None:
+    def change_policy(self, days: tuple[int, int, int], admission: str) -> None:
         version = self.node.policy().version
         before = set(self._present(range(NAMES)))
         rules = rules_of(days, admission)
@@ -183,8 +192,10 @@ class NodeModel(RuleBasedStateMachine):
     def sweep(self) -> None:
         now_s = self.clock.now_s()
         infos = self.node.scan()[0]
-        expired = [info for info in infos if not info.pinned and info.keep_until_s <= now_s]
         before = self._present(range(NAMES))
+        served = {self.names[place].key for place in before}
+        expired = [info for info in infos if info.key not in served]
+        assert all((info.keep_until_s <= now_s) == (info.key not in served) for info in infos if not info.pinned)
         assert self.node.sweep(apply=False).blocks == len(expired)
         assert self.node.sweep(apply=True).blocks == len(expired)
         assert self._present(range(NAMES)) == before
@@ -242,11 +253,13 @@ class NodeModel(RuleBasedStateMachine):
                 assert buffer == bytes_of(name, kept.exact)
                 assert bool(answer.flags[place] & FLAG_APPROXIMATE) == (not kept.exact)
                 assert kept.pinned or now_s < self._latest_s(kept), f"block {place} is served beyond its deadline"
+                assert not self._is_aged(kept, kept.written_s), f"block {place} is served beyond its maximum age"
             elif kept is not None:
                 kept.lapsed |= now_s >= self._earliest_s(kept)
-                accepted = presence == Presence.EVICTED or kept.loose or kept.lapsed
+                kept.aged |= self._is_aged(kept, self.first_s)
+                accepted = presence == Presence.EVICTED or kept.loose or kept.lapsed or kept.aged
                 assert accepted, f"block {place} is gone without a reason: {presence}"
-                assert not kept.pinned, f"block {place} is pinned and gone"
+                assert kept.aged or not kept.pinned, f"block {place} is pinned and gone"
 
     @invariant()
     def accounts_agree(self) -> None:
@@ -298,7 +311,7 @@ class NodeModel(RuleBasedStateMachine):
         elif outcome is PutOutcome.STORED:
             assert not is_choosy or place in self.offered or place in self.kept
             pinned = any(pin.key == self.names[place].key for pin in self.node.pins())
-            self.kept[place] = Kept(exact, {traffic_class: now_s}, pinned)
+            self.kept[place] = Kept(exact, traffic_class, now_s, {traffic_class: now_s}, pinned)
         elif outcome is PutOutcome.TOUCHED:
             assert place in self.kept
             assert self.kept[place].exact or not exact
@@ -307,6 +320,7 @@ class NodeModel(RuleBasedStateMachine):
             assert exact
             assert not self.kept[place].exact
             self.kept[place].exact = True
+            self.kept[place].class_byte, self.kept[place].written_s = traffic_class, int(self.clock.now_s())
             self._touch(place, traffic_class)
         else:
             assert outcome is PutOutcome.REFUSED
@@ -314,6 +328,11 @@ class NodeModel(RuleBasedStateMachine):
     def _touch(self, place: int, traffic_class: int) -> None:
         touches = self.kept[place].touches
         touches[traffic_class] = max(touches.get(traffic_class, 0), int(self.clock.now_s()))
+
+    def _is_aged(self, kept: Kept, written_s: float) -> bool:
+        """Whether a block of its class that was written then is as old as it may become."""
+        rule = self.rules.by_byte(kept.class_byte)
+        return rule is not None and rule.max_age_s > 0 and self.clock.now_s() >= written_s + rule.max_age_s
 
     def _latest_s(self, kept: Kept) -> int:
         return max(at_s + self.rules.keep_for_s(byte) for byte, at_s in kept.touches.items())
