@@ -17,6 +17,7 @@ from kvstore.purges import leftovers_to_json, order_from_json, order_to_json, re
 from kvstore.sightings import named_by_key
 from kvstore.store import BlockInfo, ClassEffect, Effect, Pin, Policy, Presence, Sighting, Store
 from kvstore.traffic import ClassRules
+from kvstore.values import string, truth, whole
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -239,24 +240,6 @@ VERBS = frozenset(_HANDLERS)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
-
-
-def whole(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
-
-
-def truth(value: object) -> bool:
-    if type(value) is not bool:
-        raise TypeError(f"{value!r} is not true or false")
-    return value
-
-
-def string(value: object) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r} is not a string")
-    return value
 
 
 def key_of(text: str) -> BlockKey:

@@ -28,6 +28,7 @@ from kvstore.purges import (
 from kvstore.sightings import best_sighting, named_by_key
 from kvstore.store import BlockInfo, Effect, Pin, Policy, Presence, Sighting
 from kvstore.traffic import ClassRules
+from kvstore.values import whole
 
 T = TypeVar("T")
 
@@ -281,7 +282,7 @@ def _page(result: Any) -> tuple[list[BlockInfo], bytes]:
 
 
 def _total(answers: Mapping[int, Any]) -> int:
-    return sum(control.reading("count", lambda: [control.whole(answer) for answer in answers.values()]))
+    return sum(control.reading("count", lambda: [whole(answer) for answer in answers.values()]))
 
 
 def _merged_sighting(owner: int, at: int, seen: Mapping[int, Sequence[Sighting]]) -> Sighting:

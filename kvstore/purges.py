@@ -15,6 +15,7 @@ import blake3
 
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import KEY_BYTES, NAME_BYTES_MAX, SPACES_MAX
+from kvstore.values import string, truth, whole
 
 PURGE_KEYS_MAX = 16_384
 """Keys in one order; beyond, purge the space."""
@@ -134,14 +135,14 @@ def order_from_json(row: Json) -> PurgeOrder:
     """Raises ValueError, KeyError or TypeError."""
     keys = row["keys"]
     return PurgeOrder(
-        _text(row["purge_id"]),
-        tuple(SpaceId(bytes.fromhex(_text(space))) for space in row["spaces"]),
-        None if keys is None else tuple(BlockKey(bytes.fromhex(_text(key))) for key in keys),
-        _whole(row["until_s"]),
-        _text(row["author"]),
-        _text(row["reason"]),
-        _text(row["tenant"]),
-        _truth(row["overwrite"]),
+        string(row["purge_id"]),
+        tuple(SpaceId(bytes.fromhex(string(space))) for space in row["spaces"]),
+        None if keys is None else tuple(BlockKey(bytes.fromhex(string(key))) for key in keys),
+        whole(row["until_s"]),
+        string(row["author"]),
+        string(row["reason"]),
+        string(row["tenant"]),
+        truth(row["overwrite"]),
     )
 
 
@@ -153,10 +154,10 @@ def report_from_json(row: Json) -> PurgeReport:
     """Raises ValueError, KeyError or TypeError."""
     numbers = ("blocks", "records", "segments", "unreadable", "policy_version", "began_s", "ended_s")
     return PurgeReport(
-        purge_id=_text(row["purge_id"]),
-        keys_digest=_text(row["keys_digest"]),
-        overwritten=_truth(row["overwritten"]),
-        **{name: _whole(row[name]) for name in numbers},
+        purge_id=string(row["purge_id"]),
+        keys_digest=string(row["keys_digest"]),
+        overwritten=truth(row["overwritten"]),
+        **{name: whole(row[name]) for name in numbers},
     )
 
 
@@ -166,22 +167,4 @@ def leftovers_to_json(found: Leftovers) -> dict[str, int]:
 
 def leftovers_from_json(row: Json) -> Leftovers:
     """Raises KeyError or TypeError."""
-    return Leftovers(**{name: _whole(row[name]) for name in Leftovers.__dataclass_fields__})
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
-
-
-def _truth(value: object) -> bool:
-    if type(value) is not bool:
-        raise TypeError(f"{value!r} is not true or false")
-    return value
-
-
-def _text(value: object) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r} is not a string")
-    return value
+    return Leftovers(**{name: whole(row[name]) for name in Leftovers.__dataclass_fields__})
