@@ -2,6 +2,7 @@
 #
 #   make run [ONCE=1] [MODEL=demo|demo-swa|PATH] [DATA=DIR] [LISTEN=HOST:PORT] [CAPACITY=4GiB]
 #   make test [TESTS=tests/unit]     make lint     make clean
+#   make test-engines [ENGINES="vllm lmcache sglang"]  # the adapters in real engines, each in an environment of its own
 #   make fuzz [SECONDS=300] [TARGETS="segment conversation"]
 
 .DEFAULT_GOAL := help
@@ -15,6 +16,7 @@ CAPACITY ?= 4GiB
 TESTS ?= tests
 SECONDS ?= 300
 TARGETS ?= message header control conversation plan reader record segment index catalog
+ENGINES ?= $(notdir $(patsubst %/,%,$(dir $(wildcard tests/engines/*/conftest.py))))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint ops/constraints.txt
@@ -22,9 +24,9 @@ SOURCES := pyproject.toml ops/constraints.txt
 
 export PYTHONUNBUFFERED := 1
 # The tests share the cores with the processes that they start: one thread each.
-test: export OMP_NUM_THREADS := 1
+test test-engines: export OMP_NUM_THREADS := 1
 
-.PHONY: help run test fuzz lint clean
+.PHONY: help run test test-engines fuzz lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -78,6 +80,31 @@ test: $(VENV)/installed-test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 $(TESTS)
 
+# An engine brings a torch of its own, so it gets an environment of its own: large, made once, and ours goes in without
+# its dependencies. The store that the tests attach to runs in $(VENV).
+.venv-%/installed: ops/engines/requirements-%.txt pyproject.toml
+	@echo "==> installing the engine $* into .venv-$* (gigabytes; minutes)"
+	@test -x .venv-$*/bin/python || $(BIN)/python -m venv .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	$(if $(wildcard ops/engines/unwanted-$*.txt),.venv-$*/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes \
+	    --requirement ops/engines/unwanted-$*.txt)
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	@touch $@
+
+# OPTIONAL=1: an environment that cannot be made, for want of a network say, is told of and left out.
+test-engines: $(VENV)/installed-test
+	@failed=; absent=; \
+	for engine in $(ENGINES); do \
+	    if ! $(MAKE) --no-print-directory ".venv-$$engine/installed"; then absent="$$absent $$engine"; continue; fi; \
+	    REPRISE="$(CURDIR)/$(BIN)/reprise" ".venv-$$engine/bin/python" -m pytest --durations 5 "tests/engines/$$engine" \
+	        || failed="$$failed $$engine"; \
+	done; \
+	if [ -n "$$absent" ]; then \
+	    printf '\n!!! The environment could not be made, so NOTHING WAS TESTED of:%s\n\n' "$$absent" >&2; \
+	    [ -n "$(OPTIONAL)" ] || failed="$$failed$$absent"; \
+	fi; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
 # Coverage-guided, one target after another; a finding stops it and prints the input in hex.
 fuzz: $(VENV)/installed-test
 	@for target in $(TARGETS); do \
@@ -85,5 +112,5 @@ fuzz: $(VENV)/installed-test
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ nothing here depends on the process, its hash seed, or a dict's order. Golden ve
     key[i]    = BLAKE3-keyed(BLOCK, key[i-1] | block i)
     digest[i] = BLAKE3-keyed(TOKENS, digest[i-1] | block i)[:16], rooted in zeros: the same prefix in any space
     state key = BLAKE3-keyed(STATE, parent key | tail token ids)
+    opaque    = BLAKE3-keyed(OPAQUE, space id | length u32 LE | an engine's own key); its digest: of that key alone
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ SPACE_CONTEXT = "reprise-kv 2026 space id"
 _BLOCK = blake3(b"", derive_key_context="reprise-kv 2026 block key").digest()
 _TOKENS = blake3(b"", derive_key_context="reprise-kv 2026 token digest").digest()
 _STATE = blake3(b"", derive_key_context="reprise-kv 2026 state key").digest()
+_OPAQUE = blake3(b"", derive_key_context="reprise-kv 2026 opaque block key").digest()
+_OPAQUE_DIGEST = blake3(b"", derive_key_context="reprise-kv 2026 opaque block digest").digest()
 _SALT_CONTEXT = "reprise-kv 2026 tenant salt"
 _ROOT_DIGEST = bytes(TOKEN_DIGEST_BYTES)
 
@@ -392,6 +395,22 @@ class TokenChain:
         parts = [struct.pack("<II", end - begin, len(inside)), ids]
         parts += [struct.pack("<I", item.position - begin) + item.digest for item in inside]
         return b"".join(parts)
+
+
+def opaque_name(space_id: SpaceId, engine_key: bytes) -> BlockName:
+    """How the store is asked for a block that an engine names by a hash of its own, which covers the whole prefix.
+
+    Such blocks have no order that we know: each is the first of a prefix of its own, and placement spreads them one by
+    one. Raises ValueError for an empty key.
+    """
+    if len(space_id) != KEY_BYTES:
+        raise ValueError("a space id has 32 bytes")
+    if not engine_key:
+        raise ValueError("an engine's key has at least one byte")
+    content = struct.pack("<I", len(engine_key)) + engine_key
+    key = BlockKey(blake3(space_id + content, key=_OPAQUE).digest())
+    digest = TokenDigest(blake3(engine_key, key=_OPAQUE_DIGEST).digest(TOKEN_DIGEST_BYTES))
+    return BlockName(key, BlockKey(bytes(space_id)), digest, key, 0)
 
 
 # --- canonical encoding ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The spaces that this worker reads and writes: one a tenant, made from the model's own, registered once.
+"""The spaces that a worker or an engine reads and writes: one a tenant, made from the model's own, registered once.
 
 Owns the salt's way into the space and the memory of what is registered. Does not know tokens or tensors. Thread-safe.
-Bound: ``TENANTS_MAX`` tenants are remembered; the least recently used is forgotten (and registered again when it comes
+Bound: ``TENANTS_MAX`` spaces are remembered; the least recently used is forgotten (and registered again when it comes
 back, which is idempotent). Fidelity does not enter a space: provenance flags keep exact and approximate apart.
 """
 
@@ -31,7 +31,7 @@ class Spaces:
     def __init__(self, base: Space, store: Store) -> None:
         self._base = base
         self._store = store
-        self._by_tenant: OrderedDict[str | None, TenantSpace] = OrderedDict()
+        self._by_tenant: OrderedDict[tuple[str | None, Space], TenantSpace] = OrderedDict()
         self._registered: OrderedDict[SpaceId, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -40,14 +40,18 @@ class Spaces:
         """The space of all who have no tenant (unless the worker was given another salt)."""
         return self._base
 
-    def of(self, tenant: str | None) -> TenantSpace:
-        """A tenant's space; None: the shared one. Raises ValueError for a name that is too long."""
+    def of(self, tenant: str | None, base: Space | None = None) -> TenantSpace:
+        """A tenant's space; None: the shared one. Raises ValueError for a name that is too long.
+
+        ``base``: another than this model's own, such as of another rank, or with an adapter's digest.
+        """
+        base = base or self._base
         with self._lock:
-            known = self._by_tenant.get(tenant)
+            known = self._by_tenant.get((tenant, base))
             if known is None:
-                space = self._base if tenant is None else replace(self._base, tenant_salt=tenant_salt(tenant))
-                known = self._by_tenant[tenant] = TenantSpace(space, space_id(space))
-            self._by_tenant.move_to_end(tenant)
+                space = base if tenant is None else replace(base, tenant_salt=tenant_salt(tenant))
+                known = self._by_tenant[tenant, base] = TenantSpace(space, space_id(space))
+            self._by_tenant.move_to_end((tenant, base))
             while len(self._by_tenant) > TENANTS_MAX:
                 self._by_tenant.popitem(last=False)
             return known

@@ -15,6 +15,7 @@ from kvstore.keys import (
     TokenChain,
     decode_space,
     encode_space,
+    opaque_name,
     space_id,
     tenant_salt,
 )
@@ -68,3 +69,20 @@ def test_chain_gives_its_vectors(vector: dict[str, Any]) -> None:
 def test_tenant_salt_is_its_vector(tenant: str) -> None:
     """A tenant's salt is the recorded one, also for the empty name."""
     assert tenant_salt(tenant).hex() == VECTORS["tenant_salts"][tenant]
+
+
+@pytest.mark.parametrize("vector", VECTORS["opaque"], ids=["hash of 32 bytes", "hash and group", "another space"])
+def test_an_engines_own_key_gives_its_vector(vector: dict[str, Any]) -> None:
+    """A block that an engine names itself has the recorded key and digest, and is the first of its own stripe."""
+    space = SpaceId(bytes.fromhex(vector["space_id"]))
+    name = opaque_name(space, bytes.fromhex(vector["engine_key"]))
+    assert (name.key.hex(), name.token_digest.hex()) == (vector["key"], vector["token_digest"])
+    assert (name.parent, name.route, name.index) == (space, name.key, 0)
+
+
+def test_an_engines_key_has_one_digest_in_every_space() -> None:
+    """So explain finds the same prefix in another space; keys differ there, and no key is another's beginning."""
+    same, elsewhere = VECTORS["opaque"][1], VECTORS["opaque"][2]
+    assert same["engine_key"] == elsewhere["engine_key"]
+    assert same["token_digest"] == elsewhere["token_digest"]
+    assert len({vector["key"] for vector in VECTORS["opaque"]}) == 3

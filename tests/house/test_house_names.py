@@ -10,7 +10,7 @@ import pytest
 PUBLIC = {
     "kvstore.keys": (
         "Attachment AttentionGroup BlockName ChainNames ShardCoordinate Space StateName TokenChain decode_space "
-        "differing_fields encode_space space_id tenant_salt"
+        "differing_fields encode_space opaque_name space_id tenant_salt"
     ),
     "kvstore.store": (
         "BlockInfo BlockPut ClassEffect Clock Effect GetStatus Lookup Pin Policy Presence PutOutcome "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.keys import space_id
@@ -21,6 +23,9 @@ def test_tenants_have_spaces_of_their_own() -> None:
     assert spaces.of(None).id == space_id(a_space())
     with pytest.raises(ValueError, match="tenant"):
         spaces.of("x" * 513)
+    other = spaces.of("a", replace(a_space(), adapter_digest=b"lora"))
+    assert other.id not in ids
+    assert other.space.tenant_salt == spaces.of("a").space.tenant_salt
 
 
 def test_a_space_is_registered_once_and_again_when_it_failed() -> None:

@@ -1,0 +1,410 @@
+"""What every adapter is told, and the store that it makes of it.
+
+Owns the options and their checks, what a request says of itself, and one open store with everything that keeps an
+engine from waiting for it: a bounded queue of puts, few threads for look-ups and loads. Does not know any engine, nor
+tensors (torch-free). Invariants: no call here waits but those that say so, and these at most their deadline; an error
+of the store is a miss and a count, never an exception; a request whose wishes cannot be read is neither looked up nor
+stored (taken for another tenant's it would leak).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from kvstore.access import read_token
+from kvstore.client import StoreClient
+from kvstore.errors import DeadlineExceeded, StoreError
+from kvstore.framing import parse_address
+from kvstore.keys import BlockName, Space, tenant_salt
+from kvstore.limits import GIB, MIB
+from kvstore.store import GetStatus, Lookup, Store
+from kvstore.traffic import BUILT_IN_NAMES, CHAT, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
+from kvstore.units import parse_bytes
+from workers.publish import Publisher, Ticket
+from workers.spaces import Spaces, TenantSpace
+from workers.weights import ModelUnavailable, weights_digest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOKUP_THREADS = 2
+LOAD_THREADS = 4
+LOOKUPS_MAX = 256
+"""Look-ups that wait or run; the next one is a miss at once."""
+TELL_EVERY_S = 60.0
+"""How often at most a failing store is logged; every failure is counted."""
+
+TENANT_WISH, CLASS_WISH, CACHE_WISH = "reprise_tenant", "reprise_class", "reprise_cache"
+"""What a request may say of itself, among the parameters that its engine hands on."""
+
+
+class OptionError(ValueError):
+    """An option cannot be used; the message names it and says what to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Whose request it is, and of which class: never guessed from tokens or keys."""
+
+    tenant: str | None
+    traffic_class: TrafficClass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of one adapter. Times in seconds, sizes in bytes.
+
+    ``tenant`` and ``traffic_class`` are those of requests that name none. ``compute_tokens_per_s``: what the engine
+    computes; a hit that would take longer to load than to compute is declined (None: never). ``weights_digest``: None
+    takes that of the checkpoint's files. ``epoch``: raise it to leave all that is stored for this model behind.
+    """
+
+    stores: tuple[str, ...]
+    token_file: Path | None = None
+    tenant: str | None = None
+    traffic_class: TrafficClass = CHAT
+    classes: Mapping[str, TrafficClass] = field(default_factory=lambda: dict(BUILT_IN_NAMES))
+    lookup_deadline_s: float = 0.05
+    load_deadline_s: float = 2.0
+    queue_bytes: int = 256 * MIB
+    epoch: int = 0
+    same_host: bool = True
+    compute_tokens_per_s: float | None = None
+    weights_digest: bytes | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Settings:
+        """From the JSON object in the engine's configuration. Raises OptionError."""
+        unknown = sorted(set(options) - set(_OPTIONS))
+        if unknown:
+            raise OptionError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(_OPTIONS))}")
+        if "store" not in options:
+            raise OptionError('store: name at least one node, such as "unix:/run/reprise/store.sock"')
+        classes = _checked("classes", _classes, options.get("classes", {}))
+        values: dict[str, Any] = {"classes": classes}
+        for name, value in options.items():
+            target, parse = _OPTIONS[name]
+            if name == "traffic_class":
+                values[target] = _checked(name, lambda given: class_of(given, classes), value)
+            elif name != "classes":
+                values[target] = _checked(name, parse, value)
+        return cls(**values)
+
+    def terms(self, wishes: Mapping[str, Any] | None) -> Terms | None:
+        """What a request's parameters say; None: it is not to be cached, or what it says cannot be read."""
+        wishes = wishes or {}
+        tenant, cache = wishes.get(TENANT_WISH, self.tenant), wishes.get(CACHE_WISH, "on")
+        try:
+            if cache != "on" or not isinstance(tenant, str | None):
+                return None
+            if tenant is not None:
+                tenant_salt(tenant)
+            wanted = wishes.get(CLASS_WISH)
+            return Terms(tenant, self.traffic_class if wanted is None else class_of(wanted, self.classes))
+        except ValueError:
+            return None
+
+    def digest_of(self, model: str) -> bytes:
+        """The weights digest given, else that of the checkpoint in directory ``model``. Raises OptionError."""
+        if self.weights_digest is not None:
+            return self.weights_digest
+        try:
+            return weights_digest(Path(model))
+        except (ModelUnavailable, OSError) as error:
+            raise OptionError(
+                f"weights_digest: {error}. Serve a local directory, or give 64 hex digits that name these weights, "
+                "such as the SHA-256 of their revision; other weights under the same digest would be served wrong KV"
+            ) from error
+
+
+class Asked(Generic[T]):
+    """An answer that is on its way. Nothing here waits: after the deadline there is none, which is a miss."""
+
+    def __init__(self, future: Future[T] | None, until_s: float, monotonic_s: Callable[[], float]) -> None:
+        self._future = future
+        self._until_s = until_s
+        self._monotonic_s = monotonic_s
+
+    @property
+    def settled(self) -> bool:
+        """Whether ``answer`` says the last word."""
+        return self._future is None or self._future.done() or self._monotonic_s() >= self._until_s
+
+    def answer(self) -> T | None:
+        """What was answered; None: nothing in time."""
+        future = self._future
+        return future.result() if future is not None and future.done() and not future.cancelled() else None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an attachment did. Blocks but where the name says otherwise."""
+
+    lookups: int = 0
+    lookups_shed: int = 0
+    lookups_failed: int = 0
+    looked_up: int = 0
+    found: int = 0
+    declined: int = 0
+    loaded: int = 0
+    loads_failed: int = 0
+    loaded_bytes: int = 0
+
+
+class Attachment:
+    """One open store for one engine process. Make with ``open``; end with ``close``. Thread-safe."""
+
+    def __init__(
+        self, settings: Settings, store: Store, base: Space, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.spaces = Spaces(base, store)
+        self.publisher = Publisher(store, self.spaces, queue_bytes_max=settings.queue_bytes)
+        self.counts = Counts()
+        self._monotonic_s = monotonic_s
+        self._lookup_pool = ThreadPoolExecutor(LOOKUP_THREADS, "reprise-lookup")
+        self._load_pool = ThreadPoolExecutor(LOAD_THREADS, "reprise-load")
+        self._lock = threading.Lock()
+        self._asking = 0
+        self._quiet_until_s = 0.0
+
+    @classmethod
+    def open(cls, settings: Settings, base: Space) -> Attachment:
+        """Begin to serve. Contacts nobody yet: a store that is down is misses. Raises OptionError."""
+        try:
+            token = read_token(settings.token_file)
+        except ValueError as error:
+            raise OptionError(f"token_file: {error}") from error
+        store = StoreClient.connect(
+            settings.stores, token=token, connections_per_node=LOAD_THREADS, same_host=settings.same_host
+        )
+        attachment = cls(settings, store, base)
+        attachment.publisher.start()
+        return attachment
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        """Take nothing more, put what is queued (waits for that at most ``deadline_s``), let go of the store."""
+        self._lookup_pool.shutdown(wait=False, cancel_futures=True)
+        self._load_pool.shutdown(wait=False, cancel_futures=True)
+        self.publisher.close(deadline_s)
+        self.store.close()
+
+    # --- on the engine's threads: nothing waits -----------------------------------------------------------------------
+
+    def ask(self, call: Callable[[float], T]) -> Asked[T]:
+        """Have ``call`` look something up on a thread here; it is told how many seconds are left of the deadline."""
+        until_s = self._monotonic_s() + self.settings.lookup_deadline_s
+        with self._lock:
+            if self._asking >= LOOKUPS_MAX:
+                self.counts.lookups_shed += 1
+                return Asked(None, until_s, self._monotonic_s)
+            self._asking += 1
+        try:
+            future = self._lookup_pool.submit(lambda: call(max(until_s - self._monotonic_s(), 1e-3)))
+        except RuntimeError:  # closed meanwhile
+            self._asked()
+            return Asked(None, until_s, self._monotonic_s)
+        future.add_done_callback(lambda _: self._asked())
+        return Asked(future, until_s, self._monotonic_s)
+
+    def load_soon(self, call: Callable[[float], T]) -> Future[T]:
+        """Have ``call`` load on a thread here; it is told the seconds left, waiting for a thread counted.
+
+        It ends within them: wait for the future before what it writes into is used for anything else.
+        """
+        until_s = self._monotonic_s() + self.settings.load_deadline_s
+        return self._load_pool.submit(lambda: call(max(until_s - self._monotonic_s(), 1e-3)))
+
+    def ticket(self, space: TenantSpace, traffic_class: TrafficClass) -> Ticket:
+        """The account of what one request offers to ``publisher``, whose queue sheds what does not fit."""
+        return self.publisher.ticket(space, traffic_class)
+
+    def declines(self, found: Lookup, tokens: int) -> bool:
+        """Whether loading what was found would take longer than computing its ``tokens``."""
+        rate = self.settings.compute_tokens_per_s
+        if rate is None or found.load_s_estimate <= tokens / rate:
+            return False
+        with self._lock:
+            self.counts.declined += found.prefix_blocks()
+        return True
+
+    # --- on threads that may wait: at most the deadline ---------------------------------------------------------------
+
+    def look_up(
+        self, space: TenantSpace, names: Sequence[BlockName], *, states: bool = False, deadline_s: float | None = None
+    ) -> Lookup | None:
+        """What is stored of the named blocks; None if the store failed."""
+        try:
+            found = self.store.lookup(
+                space.id, names, states=states, deadline_s=deadline_s or self.settings.lookup_deadline_s
+            )
+        except StoreError as error:
+            self._tell("lookup", error)
+            with self._lock:
+                self.counts.lookups_failed += 1
+            return None
+        with self._lock:
+            self.counts.lookups += 1
+            self.counts.looked_up += len(names)
+            self.counts.found += found.prefix_blocks()
+        return found
+
+    def load(
+        self,
+        space: TenantSpace,
+        names: Sequence[BlockName],
+        buffers: Sequence[bytearray | memoryview],
+        *,
+        deadline_s: float | None = None,
+    ) -> list[GetStatus]:
+        """Fill the buffers, verified. Only one whose status is OK may be read."""
+        try:
+            statuses = self.store.get_into(
+                space.id, names, buffers, deadline_s=deadline_s or self.settings.load_deadline_s
+            )
+        except StoreError as error:
+            self._tell("load", error)
+            late = isinstance(error, DeadlineExceeded)
+            statuses = [GetStatus.DEADLINE if late else GetStatus.UNREACHABLE] * len(names)
+        good = [
+            memoryview(buffer).nbytes
+            for buffer, status in zip(buffers, statuses, strict=True)
+            if status == GetStatus.OK
+        ]
+        with self._lock:
+            self.counts.loaded += len(good)
+            self.counts.loaded_bytes += sum(good)
+            self.counts.loads_failed += len(names) - len(good)
+        return statuses
+
+    def stats(self) -> dict[str, int]:
+        """Counters of this attachment and of its queue of puts."""
+        with self._lock:
+            counts = asdict(self.counts)
+        return {**counts, **asdict(self.publisher.counts), "queue_bytes": self.publisher.queue_bytes}
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _asked(self) -> None:
+        with self._lock:
+            self._asking -= 1
+
+    def _tell(self, what: str, error: StoreError) -> None:
+        if self._monotonic_s() >= self._quiet_until_s:
+            self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
+            log.warning("store_fails", extra={"call": what, "kind": type(error).__name__, "reason": str(error)})
+
+
+# --- parsing of single options ----------------------------------------------------------------------------------------
+
+
+def class_of(value: Any, classes: Mapping[str, TrafficClass]) -> TrafficClass:
+    """The byte of a traffic class by its name, or itself. Raises ValueError."""
+    if isinstance(value, str) and value in classes:
+        return classes[value]
+    known = isinstance(value, int) and (value in classes.values() or OPERATOR_CLASS_MIN <= value <= CLASS_MAX)
+    if known and not isinstance(value, bool):
+        return TrafficClass(value)
+    raise ValueError(f"{value!r} is not one of {', '.join(sorted(classes))}, nor {OPERATOR_CLASS_MIN}..{CLASS_MAX}")
+
+
+def _classes(value: Any) -> dict[str, TrafficClass]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError('write names and bytes, such as {"batch": 17}')
+    added = {}
+    for name, byte in value.items():
+        if name in BUILT_IN_NAMES:
+            raise ValueError(f"{name} is built in")
+        added[name] = class_of(byte, {})
+    return {**BUILT_IN_NAMES, **added}
+
+
+def _stores(value: Any) -> tuple[str, ...]:
+    rows = [value] if isinstance(value, str) else value
+    if not isinstance(rows, list | tuple) or not rows or not all(isinstance(row, str) for row in rows):
+        raise ValueError('write one address or a list of them, such as "unix:/run/reprise/store.sock"')
+    for row in rows:
+        parse_address(row)
+    return tuple(rows)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"expected text, not {value!r}")
+    return value
+
+
+def _tenant(value: Any) -> str:
+    tenant_salt(_text(value))
+    return str(value)
+
+
+def _between(low: float, high: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"expected a number from {low:g} to {high:g}, not {value!r}")
+        return float(value)
+
+    return parse
+
+
+def _size(value: Any) -> int:
+    size = parse_bytes(value) if isinstance(value, str) else value
+    if isinstance(size, bool) or not isinstance(size, int) or not MIB <= size <= 1024 * GIB:
+        raise ValueError(f'expected a size from 1MiB to 1TiB, such as "256MiB", not {value!r}')
+    return size
+
+
+def _epoch(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ValueError(f"expected a whole number 0..2^32-1, not {value!r}")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, not {value!r}")
+    return value
+
+
+def _digest(value: Any) -> bytes:
+    try:
+        digest = bytes.fromhex(_text(value))
+    except ValueError as error:
+        raise ValueError(f"expected 64 hex digits, not {value!r}") from error
+    if len(digest) != 32:
+        raise ValueError(f"expected 64 hex digits, not {len(value)} characters")
+    return digest
+
+
+def _checked(name: str, parse: Callable[[Any], T], value: Any) -> T:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise OptionError(f"{name}: {error}") from error
+
+
+_OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "store": ("stores", _stores),
+    "token_file": ("token_file", lambda value: Path(_text(value))),
+    "tenant": ("tenant", _tenant),
+    "traffic_class": ("traffic_class", _text),
+    "classes": ("classes", _classes),
+    "lookup_deadline_s": ("lookup_deadline_s", _between(0.001, 5.0)),
+    "load_deadline_s": ("load_deadline_s", _between(0.01, 60.0)),
+    "queue_bytes": ("queue_bytes", _size),
+    "epoch": ("epoch", _epoch),
+    "same_host": ("same_host", _flag),
+    "compute_tokens_per_s": ("compute_tokens_per_s", _between(1.0, 1e9)),
+    "weights_digest": ("weights_digest", _digest),
+}
+"""Option -> field, parser."""
