@@ -4,6 +4,7 @@
     |-- PolicyInvalid     (also ValueError) a policy document, or a change of one, that must not be applied
     |-- SelectionInvalid  (also ValueError) a space, key or tenant that is malformed or not unique
     |-- TraceInvalid      (also ValueError) a trace of traffic that cannot be replayed; which line, and why
+    |-- PackageMissing    a package that only some commands need is not installed; its name, and how to install it
     |-- ReceiptInvalid    (also ValueError) a receipt or key file that is none, or does not verify
     `-- NothingMatched    a well-formed selection that no stored block, space or pin answers to
 
@@ -36,6 +37,10 @@ class TraceInvalid(RetentionError, ValueError):
 
 
 class ReceiptInvalid(RetentionError, ValueError):
+    pass
+
+
+class PackageMissing(RetentionError):
     pass
 
 

@@ -7,7 +7,7 @@ a shorter prefix that the next one still finds whole; what is counted was there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.keys import BlockKey, Space, SpaceId, tenant_salt
@@ -93,10 +93,11 @@ def parse_key(text: str) -> BlockKey:
     return BlockKey(bytes.fromhex(digits))
 
 
-def plan_prefix(root: BlockKey, blocks: Iterable[BlockInfo]) -> PrefixPlan:
+def plan_prefix(root: BlockKey, blocks: Iterable[BlockInfo], also: Set[BlockKey] = frozenset()) -> PrefixPlan:
     """Which blocks are the prefix ``root`` or extend it, by their parent links. ``root`` itself need not be stored.
 
-    Raises NothingMatched when no block is or extends it, SelectionInvalid beyond PREFIX_BLOCKS_MAX.
+    ``also``: earlier blocks of the prefix that shall go with it, whoever else begins with them. Raises NothingMatched
+    when no block is or extends it, SelectionInvalid beyond PREFIX_BLOCKS_MAX.
     """
     links: list[_Link] = []
     home: tuple[SpaceId, int] | None = None
@@ -106,14 +107,18 @@ def plan_prefix(root: BlockKey, blocks: Iterable[BlockInfo]) -> PrefixPlan:
             home = block.space_id, block.index
         elif block.parent == root:
             home = block.space_id, block.index - 1
+        elif block.key in also and home is None:
+            home = block.space_id, block.index
         if len(links) > PREFIX_BLOCKS_MAX:
             raise SelectionInvalid(f"the space has more than {PREFIX_BLOCKS_MAX} blocks: purge it with --space instead")
     if home is None:
         raise NothingMatched(f"no stored block is or extends {root.hex()}")
-    return _descend(home[0], root, home[1], sorted(links))
+    return _descend(home[0], root, home[1], sorted(links), also)
 
 
-def _descend(space_id: SpaceId, root: BlockKey, root_index: int, links: Sequence[_Link]) -> PrefixPlan:
+def _descend(
+    space_id: SpaceId, root: BlockKey, root_index: int, links: Sequence[_Link], also: Set[BlockKey]
+) -> PrefixPlan:
     """Follow parent links down from ``root``. ``links`` are in order of index: a parent comes before its children."""
     below = {root}
     rooted = {BlockKey(bytes(space_id))}
@@ -123,6 +128,10 @@ def _descend(space_id: SpaceId, root: BlockKey, root_index: int, links: Sequence
     for index, key, parent, size_bytes in links:
         if key == root or parent in below:
             below.add(key)
+            keys.append(key)
+            payload_bytes += size_bytes
+        elif key in also:
+            rooted.add(key)
             keys.append(key)
             payload_bytes += size_bytes
         elif parent in rooted:
@@ -160,12 +169,15 @@ def purge_prefix(
     root: BlockKey,
     *,
     space_id: SpaceId | None = None,
+    also: Set[BlockKey] = frozenset(),
     apply: bool,
     deadline_s: float = SCAN_S_DEFAULT,
 ) -> Purge:
-    """Remove the block ``root`` and every block that extends it, or count them. ``space_id`` spares the search."""
+    """Remove the block ``root`` and every block that extends it (and ``also``), or count them. ``space_id`` spares the
+    search.
+    """
     home = space_id or home_of(store, root, deadline_s)
-    plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s))
+    plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s), also)
     if not apply:
         return Purge(False, {home: len(plan.keys)}, plan.payload_bytes, plan.loose_blocks)
     removed, payload_bytes, loose_blocks = 0, 0, plan.loose_blocks
@@ -173,7 +185,7 @@ def purge_prefix(
         removed += _delete(store, plan, deadline_s)
         payload_bytes += plan.payload_bytes
         try:
-            plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s))
+            plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s), also)
         except NothingMatched:
             break
         loose_blocks = plan.loose_blocks

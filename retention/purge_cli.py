@@ -8,38 +8,45 @@ came of the order, since it says which nodes have not carried it out.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvstore.errors import StoreError
-from kvstore.keys import Space, SpaceId
-from kvstore.purges import PURGE_KEYS_MAX, PurgeOrder
+from kvstore.purges import PurgeOrder
 from retention import report
 from retention.errors import NothingMatched, SelectionInvalid
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, YesOption
 from retention.policy_cli import AuthorOption, me
-from retention.purge import (
-    Purge,
-    home_of,
-    match_space,
-    parse_key,
-    plan_prefix,
-    purge_prefix,
-    purge_spaces,
-    spaces_of_tenant,
-)
+from retention.prefixes import read_tokens, tokens_of_text
+from retention.purge import Purge
 from retention.receipt import read_public_key, read_receipt, read_secret_key, sign_receipt, write_key
-from retention.scan import scan_blocks
+from retention.selection import Selection, order_of, purge_of
 from retention.session import EXIT_FAILED, EXIT_LEFT, Session, Sessions, confirm, dry_hint, exit_codes
 
 SpaceOption = Annotated[str | None, typer.Option("--space", help="Everything of one space (id or digits).")]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Every space of a tenant, by its name.")]
 PrefixOption = Annotated[str | None, typer.Option("--prefix", help="A block's key: the block and all that extends it.")]
+TokensOption = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="FILE|LIST", help="A prefix by its token ids: 1,15,27, or a file of them."),
+]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="A prefix by its text, through the model's --tokenizer.", metavar="FILE")
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="DIR", help="The model's directory, for --text.")
+]
+RenderedOption = Annotated[
+    bool, typer.Option("--rendered", help="The text is what a chat template made: control tokens in it count.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Whose spaces tokens or text are looked for in; default: of all.")
+]
+FromStartOption = Annotated[
+    bool, typer.Option("--from-start", help="With tokens or text: every block of it, also what others begin with.")
+]
 SignOption = Annotated[
     Path | None, typer.Option("--sign-key", envvar="REPRISE_SIGN_KEY", help="Secret key, as `keygen` makes it.")
 ]
@@ -51,6 +58,12 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
         space: SpaceOption = None,
         tenant: TenantOption = None,
         prefix: PrefixOption = None,
+        tokens: TokensOption = None,
+        text: TextOption = None,
+        tokenizer: TokenizerOption = None,
+        rendered: RenderedOption = False,
+        model: ModelOption = None,
+        from_start: FromStartOption = False,
         apply: ApplyOption = False,
         yes: YesOption = False,
         proof: Annotated[
@@ -69,27 +82,29 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
     ) -> None:
         """Remove the blocks of a space, a tenant or a prefix for good.
 
-        With a prefix goes all that extends it; states go with their blocks. Nothing is removed while one of the nodes
-        does not answer, except with --proof: then those that answer erase every byte, and the receipt names the others.
+        With a prefix goes all that extends it; states go with their blocks. Of a prefix by tokens or text the last
+        whole block counts, and the blocks before it stay, unless --from-start. Nothing is removed while one of the
+        nodes does not answer, except with --proof: then those that answer erase every byte, and the receipt names the
+        others.
         """
-        if sum(choice is not None for choice in (space, tenant, prefix)) != 1:
-            raise typer.BadParameter("give exactly one of --space, --tenant and --prefix")
         if (proof is None) != (sign_key is None):
             raise typer.BadParameter("--proof and --sign-key FILE go together; `retention keygen FILE` makes a key")
         with sessions.open(store, token_file, deadline, as_json) as session:
+            ids = _tokens_of(tokens, text, tokenizer, rendered=rendered)
+            selection = Selection(space, tenant, prefix, ids, model, from_start)
             try:
                 if apply and proof is not None and sign_key is not None:
-                    order = _order_of(session, space, tenant, prefix, author or me(), reason, overwrite=overwrite)
+                    order = order_of(session, selection, author or me(), reason, overwrite=overwrite)
                     confirm(f"purge {len(order.spaces)} spaces to the last byte?", yes=yes)
                     _carry_out(session, order, proof, sign_key)
                     return
-                run = _purge_of(session, space, tenant, prefix)
+                run = purge_of(session, selection)
                 if apply and not yes and sys.stdin.isatty():
                     typer.echo(report.purge_line(run(False)), err=True)
                     confirm("purge for good?", yes=yes)
                 result = run(apply)
             except NothingMatched:
-                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=prefix is None)))
+                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=not selection.by_prefix)))
                 raise
             session.show(report.purge_json(result), report.purge_line(result), *dry_hint(apply))
 
@@ -155,19 +170,19 @@ def _add_receipts(app: typer.Typer, sessions: Sessions) -> None:
             typer.echo(f"secret key {file}, public key {write_key(file)}")
 
 
-def _known_spaces(session: Session) -> dict[SpaceId, Space]:
-    """The spaces of every node that answers. Raises the error of one if none does."""
-    found: dict[SpaceId, Space] = {}
-    failures: list[StoreError] = []
-    with session.each_node() as nodes:
-        for node in nodes.values():
-            try:
-                found |= node.spaces(deadline_s=session.deadline_s / (2 * len(nodes)))
-            except StoreError as error:
-                failures.append(error)
-        if len(failures) == len(nodes):
-            raise failures[0]
-    return found
+def _tokens_of(
+    tokens: str | None, text: Path | None, tokenizer: Path | None, *, rendered: bool
+) -> tuple[int, ...] | None:
+    """The token ids of a prefix that is given so, or as a text. Raises SelectionInvalid or PackageMissing."""
+    if tokens is not None and text is not None:
+        raise SelectionInvalid("give exactly one of --tokens and --text")
+    if (text is None) != (tokenizer is None):
+        raise SelectionInvalid("--text FILE and --tokenizer DIR go together")
+    if text is None and rendered:
+        raise SelectionInvalid("--rendered goes with --text")
+    if text is not None and tokenizer is not None:
+        return tokens_of_text(text, tokenizer, rendered=rendered)
+    return None if tokens is None else read_tokens(tokens)
 
 
 def _carry_out(session: Session, order: PurgeOrder, proof: Path, sign_key: Path) -> None:
@@ -181,48 +196,3 @@ def _carry_out(session: Session, order: PurgeOrder, proof: Path, sign_key: Path)
     receipt = read_receipt(proof)
     session.show(report.receipt_json(receipt), *report.receipt_lines(receipt, proof))
     session.fail_for(done.failed)
-
-
-def _order_of(
-    session: Session,
-    space: str | None,
-    tenant: str | None,
-    prefix: str | None,
-    author: str,
-    reason: str,
-    *,
-    overwrite: bool,
-) -> PurgeOrder:
-    """What the chosen purge orders. Raises SelectionInvalid or NothingMatched."""
-    store, deadline_s = session.store, session.deadline_s
-    keys = None
-    if prefix is not None:
-        root = parse_key(prefix)
-        home = home_of(store, root, deadline_s)
-        keys = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s)).keys
-        spaces: tuple[SpaceId, ...] = (home,)
-        if len(keys) > PURGE_KEYS_MAX:
-            raise SelectionInvalid(
-                f"{len(keys)} blocks extend this prefix; a purge with proof names {PURGE_KEYS_MAX} at most: choose a "
-                "longer prefix, or purge the space"
-            )
-    else:
-        spaces = _spaces_of(session, space, tenant, partly=True)
-    now_s = int(session.clock.now_s())
-    return PurgeOrder(secrets.token_hex(16), spaces, keys, now_s, author, reason, tenant or "", overwrite)
-
-
-def _purge_of(session: Session, space: str | None, tenant: str | None, prefix: str | None) -> Callable[[bool], Purge]:
-    """The chosen purge as a function of ``apply``. Raises before anything is removed when the choice is wrong."""
-    store, deadline_s = session.store, session.deadline_s
-    if prefix is not None:
-        root = parse_key(prefix)
-        return lambda apply: purge_prefix(store, root, apply=apply, deadline_s=deadline_s)
-    chosen = _spaces_of(session, space, tenant)
-    return lambda apply: purge_spaces(store, chosen, apply=apply, deadline_s=deadline_s)
-
-
-def _spaces_of(session: Session, space: str | None, tenant: str | None, *, partly: bool = False) -> tuple[SpaceId, ...]:
-    """Spaces as the nodes know them, all nodes or (``partly``) those that answer."""
-    spaces = _known_spaces(session) if partly else session.store.spaces(deadline_s=session.deadline_s)
-    return spaces_of_tenant(tenant, spaces) if tenant is not None else (match_space(space or "", spaces),)

@@ -24,13 +24,14 @@ from kvstore.store import Clock, Store
 from kvstore.traffic import ClassRules
 from kvstore.units import parse_seconds
 from retention import report
-from retention.errors import NothingMatched, RetentionError
+from retention.errors import NothingMatched, PackageMissing, RetentionError
 from retention.policy import load_class_rules
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_CONFLICT = 3
+EXIT_MISSING = 3
 EXIT_NOTHING = 4
 EXIT_LEFT = 5
 
@@ -156,6 +157,8 @@ def exit_codes() -> Iterator[None]:
         _end(EXIT_CONFLICT, f"conflict: {error}")
     except NothingMatched as error:
         _end(EXIT_NOTHING, f"nothing matched: {error}")
+    except PackageMissing as error:
+        _end(EXIT_MISSING, str(error))
     except (RetentionError, ValueError) as error:
         _end(EXIT_USAGE, f"error: {error}")
     except (StoreError, OSError) as error:
