@@ -34,7 +34,7 @@ PAUSE_S = 1.0
 
 log = logging.getLogger(__name__)
 
-_ACKNOWLEDGED = (PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REPLACED)
+ACKNOWLEDGED = (PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REPLACED)
 
 
 @dataclass(slots=True)
@@ -257,7 +257,7 @@ class Publisher:
             return [True]
         puts = [item.put for item in batch if isinstance(item, _Block)]
         outcomes = self._store.put(space.id, puts, traffic_class=traffic_class, deadline_s=deadline_s)
-        return [None if outcome is PutOutcome.DECLINED else outcome in _ACKNOWLEDGED for outcome in outcomes]
+        return [None if outcome is PutOutcome.DECLINED else outcome in ACKNOWLEDGED for outcome in outcomes]
 
     def _account(self, batch: list[_Item], results: list[bool | None]) -> list[Callable[[], None]]:
         """Settle tickets; returns what is to be called outside the lock."""

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.keys import TokenChain, opaque_name
 from kvstore.limits import MIB
-from kvstore.store import BlockPut, GetStatus, Lookup
+from kvstore.store import BlockPut, GetStatus, Lookup, PutOutcome
 from kvstore.testing import MemoryStore
 from kvstore.traffic import AGENT, CHAT
 from tests.support.faulty_store import FaultyStore
@@ -209,3 +209,16 @@ def test_an_engines_own_keys_are_stored_like_any_block(rig: Rig) -> None:
     buffers = [bytearray(32) for _ in names]
     assert rig.attached.load(rig.space, names, buffers) == [GetStatus.OK, GetStatus.OK, GetStatus.MISS]
     assert [bytes(buffer) for buffer in buffers[:2]] == [name.key for name in names[:2]]
+
+
+def test_a_put_from_the_engines_memory_waits_for_no_queue(rig: Rig) -> None:
+    """It is acknowledged on return, a store that was wiped meanwhile is told of the space again, and all is counted."""
+    blocks = [BlockPut(name, BLOCK_TOKENS, memoryview(b"x" * 64)) for name in rig.names]
+    assert rig.attached.store_now(rig.space, blocks, CHAT) == [PutOutcome.STORED] * 3
+    assert rig.attached.store_now(rig.space, blocks, CHAT) == [PutOutcome.TOUCHED] * 3
+    rig.store.inner = MemoryStore()
+    assert rig.attached.store_now(rig.space, blocks[:1], CHAT) == [PutOutcome.STORED]
+    rig.store.down = True
+    assert rig.attached.store_now(rig.space, blocks, CHAT) == [PutOutcome.UNREACHABLE] * 3
+    counts = rig.attached.counts
+    assert (counts.stored, counts.stored_bytes, counts.stores_failed) == (7, 7 * 64, 3)
