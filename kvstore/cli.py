@@ -92,6 +92,10 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             bool | None,
             typer.Option(help="Write zeros over what outlived its maximum age, slowly. [default: mark it as zeros]"),
         ] = None,
+        page_cache: Annotated[
+            str | None,
+            typer.Option(help="keep blocks in the page cache, or bypass it where the disk allows. [default: keep]"),
+        ] = None,
         pin_quota: Annotated[
             str | None, typer.Option(help="Bytes that one owner may pin; 0: any. [default: a quarter of the capacity]")
         ] = None,
@@ -132,6 +136,7 @@ def _add_serve(app: typer.Typer, load_rules: LoadRules) -> None:
             "scrub_rate": scrub_rate,
             "free_min": free_min,
             "overwrite_aged": overwrite_aged,
+            "page_cache": page_cache,
             "pin_quota": pin_quota,
             "peers": peers or None,
             "peer_token": peer_token,

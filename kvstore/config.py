@@ -26,6 +26,8 @@ SCRUB_BYTES_PER_S_DEFAULT = 20 * limits.MIB
 OFF = "off"
 """As an address: do not listen there."""
 PEERS_MAX = 64
+PAGE_CACHE_CHOICES = ("keep", "bypass")
+"""The first unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class StoreConfig:
     free on the file system of each data directory, None for a hundredth of it.
     ``overwrite_aged``: what outlived its class's maximum age is overwritten with zeros, not only made zeros of by the
     file system.
+    ``page_cache``: whether blocks that are read and written stay in it, or go around it.
     ``pin_quota_bytes``: payload bytes that one owner may pin, legal holds aside; 0: any; None: a quarter of the
     capacity. ``peers``: nodes that are asked at start which purges this one missed, with an operator's token in the
     file ``peer_token``. ``encryption_keys``: a file of cipher keys, or ``encryption_command``: what prints them.
@@ -64,6 +67,7 @@ class StoreConfig:
     scrub_bytes_per_s: int = SCRUB_BYTES_PER_S_DEFAULT
     free_min_bytes: int | None = None
     overwrite_aged: bool = False
+    page_cache: str = PAGE_CACHE_CHOICES[0]
     pin_quota_bytes: int | None = None
     peers: tuple[str, ...] = ()
     peer_token: Path | None = None
@@ -172,6 +176,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _page_cache(value: object) -> str:
+    if value not in PAGE_CACHE_CHOICES:
+        raise ValueError(f"{value!r} is neither {' nor '.join(PAGE_CACHE_CHOICES)}")
+    return str(value)
+
+
 def _switch(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
@@ -197,6 +207,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "scrub_rate": ("scrub_bytes_per_s", _rate),
     "free_min": ("free_min_bytes", _bytes_or_none),
     "overwrite_aged": ("overwrite_aged", _switch),
+    "page_cache": ("page_cache", _page_cache),
     "pin_quota": ("pin_quota_bytes", _bytes_or_none),
     "peers": ("peers", _addresses),
     "peer_token": ("peer_token", _path),

@@ -9,10 +9,14 @@ connection; nobody but the holder of the connection touches any of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from itertools import islice
 
 from kvstore import limits
 from kvstore.arena import Arena, Range
+from kvstore.direct import PageReader, Piece, is_direct, pieces_of
 from kvstore.errors import ProtocolError
 from kvstore.extents import Plan
 from kvstore.framing import close_all
@@ -35,26 +39,75 @@ def read_extents(
     fds: Sequence[int | None],
     scatter: Scatter,
     usable: Callable[[], bool],
+    pages: PageReader,
 ) -> None:
     """Read the records of a plan into the scatter's buffers; what could not be read stays begun.
 
-    ``usable`` is asked after every read: once it says no, the lease has ended and nothing more is believed.
+    ``usable`` is asked after every read: once it says no, the lease has ended and nothing more is believed. ``pages``
+    reads what lies in files that were lent around the page cache.
     """
+    around = {at for at in set(plan.files) if (fd := fds[at]) is not None and is_direct(fd)}
+    cold: list[tuple[int, int]] = []
     for begin, end in plan.steps(across_runs=False):
         fd = fds[plan.files[begin]]
-        if fd is not None and _read(fd, scatter.parts(plan, begin, end, gap_first=False), plan, begin, end):
+        if plan.files[begin] in around:
+            cold.append((begin, end))
+        elif fd is not None and _read(fd, scatter.parts(plan, begin, end, gap_first=False), plan, begin, end):
             if not usable():
                 return
             scatter.finish(plan, begin, end)
+    if cold:
+        _read_around(plan, cold, fds, scatter, usable, pages)
 
 
 def _read(fd: int, parts: Sequence[memoryview], plan: Plan, begin: int, end: int) -> bool:
     """Whether the file gave all of a step."""
-    wanted = plan.offsets[end - 1] + HEADER_BYTES + plan.sizes[end - 1] - plan.offsets[begin]
     try:
-        return os.preadv(fd, parts, plan.offsets[begin]) == wanted
+        return os.preadv(fd, parts, plan.offsets[begin]) == _step_bytes(plan, begin, end)
     except OSError:
         return False
+
+
+def _step_bytes(plan: Plan, begin: int, end: int) -> int:
+    return plan.offsets[end - 1] + HEADER_BYTES + plan.sizes[end - 1] - plan.offsets[begin]
+
+
+def _read_around(
+    plan: Plan,
+    steps: Sequence[tuple[int, int]],
+    fds: Sequence[int | None],
+    scatter: Scatter,
+    usable: Callable[[], bool],
+    pages: PageReader,
+) -> None:
+    """As ``read_extents``, of steps around the page cache: the next are read while one is copied and verified."""
+    reads: list[list[Piece]] = []
+    for begin, end in steps:
+        fd = fds[plan.files[begin]]
+        assert fd is not None
+        reads.append(pieces_of(fd, plan.offsets[begin], _step_bytes(plan, begin, end)))
+    with closing(pages.read([piece for pieces in reads for piece in pieces])) as reading:
+        for (begin, end), pieces in zip(steps, reads, strict=True):
+            whole = pour(islice(reading, len(pieces)), scatter.parts(plan, begin, end, gap_first=False))
+            if not usable():
+                return
+            if whole:
+                scatter.finish(plan, begin, end)
+
+
+def pour(pieces: Iterable[memoryview | None], parts: Sequence[memoryview]) -> bool:
+    """Fill the parts, one after another, with what the pieces have; False if that is not enough."""
+    empty = deque(parts)
+    for piece in pieces:
+        at = 0
+        while piece is not None and empty and at < len(piece):
+            part = empty.popleft()
+            count = min(len(part), len(piece) - at)
+            part[:count] = piece[at : at + count]
+            at += count
+            if count < len(part):
+                empty.appendleft(part[count:])
+    return not empty
 
 
 # --- one connection -------------------------------------------------------------------------------------------------
@@ -67,6 +120,7 @@ class Peer:
         self.arena = arena
         self._part = part
         self.lease_s = lease_s
+        self.pages = PageReader()
         self.fds: list[int | None] = []
         """Descriptors of segments, by the numbers that the daemon's answers use."""
 

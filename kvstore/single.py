@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 
 import xxhash
 
 from kvstore import extents, record, wire
+from kvstore.direct import is_direct, pieces_of
 from kvstore.errors import DeadlineExceeded, ProtocolError
 from kvstore.extents import ASK, LENT, Row
 from kvstore.framing import Channel
 from kvstore.keys import SpaceId
 from kvstore.link import Call, Hold
-from kvstore.local import Peer
+from kvstore.local import Peer, pour
 from kvstore.receive import Scatter
 from kvstore.record import HEADER_BYTES
 from kvstore.store import GetStatus
@@ -51,7 +53,7 @@ def get(
         if row.file >= len(peer.fds):
             raise ProtocolError("a node lent a block of a file whose descriptor did not come")
         fd = peer.fds[row.file]
-        came = fd is not None and _read(fd, row, space_id, scatter, at)
+        came = fd is not None and _read(fd, row, space_id, scatter, at, peer)
         now_s = monotonic()
         if now_s >= hold.deadline_s:
             raise DeadlineExceeded("the deadline passed while a block was read")
@@ -85,12 +87,16 @@ def take(channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId, 
         scatter.statuses[at] = GetStatus.CORRUPT
 
 
-def _read(fd: int, row: Row, space_id: SpaceId, scatter: Scatter, at: int) -> bool:
+def _read(fd: int, row: Row, space_id: SpaceId, scatter: Scatter, at: int, peer: Peer) -> bool:
     """Whether the file holds the block at its place, whole, and its bytes are in the view now."""
     view = scatter.begin(at)
     header = bytearray(HEADER_BYTES)
     try:
-        if os.preadv(fd, (header, view), row.offset) != HEADER_BYTES + len(view):
+        if is_direct(fd):
+            with closing(peer.pages.read(pieces_of(fd, row.offset, HEADER_BYTES + len(view)))) as pieces:
+                if not pour(pieces, (memoryview(header), view)):
+                    return False
+        elif os.preadv(fd, (header, view), row.offset) != HEADER_BYTES + len(view):
             return False
     except OSError:
         return False

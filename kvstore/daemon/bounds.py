@@ -1,6 +1,7 @@
-"""What an operator bounds of one volume: the space that it leaves free, what its disk has written, what is taken in.
+"""What an operator bounds of one volume: the space that it leaves free, what its disk has written, what is taken in,
+and whether it goes around the page cache.
 
-Owns how these three are made for the volumes of a node. Does not apply any of them.
+Owns how these four are made for the volumes of a node. Does not apply any of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.intake import Intake
+from kvstore.daemon.page_cache import PageCache, page_cache_of
 from kvstore.daemon.volume import WEAR_NAME, Volume, VolumeLayout
 from kvstore.daemon.watermark import Watermark
 from kvstore.daemon.wear import Wear
@@ -25,6 +27,7 @@ class Bounds:
     intake: Intake
     overwrite_aged: bool = False
     volumes: int = 1
+    page_cache: PageCache = PageCache.KEEP
 
 
 def bounds_of(
@@ -35,6 +38,7 @@ def bounds_of(
     now_s: float,
     *,
     overwrite_aged: bool = False,
+    bypass_page_cache: bool = False,
 ) -> list[Bounds]:
     """Of each volume, with the books that an earlier process left there."""
     wears = [
@@ -46,6 +50,13 @@ def bounds_of(
         spent.update(wear.classes_today(now_s))
     intake = Intake(spent, now_s)
     return [
-        Bounds(Watermark(files, volume.path, free_min), wear, intake, overwrite_aged, len(volumes))
+        Bounds(
+            Watermark(files, volume.path, free_min),
+            wear,
+            intake,
+            overwrite_aged,
+            len(volumes),
+            page_cache_of(volume.path, files, bypass=bypass_page_cache),
+        )
         for volume, free_min, wear in zip(volumes, free_min_bytes, wears, strict=True)
     ]

@@ -57,6 +57,7 @@ class Condition:
             "read_errors": counters.read_errors,
             "write_errors": counters.write_errors,
             "shed_low_space": counters.shed_low_space,
+            "page_cache": segments.page_cache.value,
             **self._wear.report(now_s),
         }
 

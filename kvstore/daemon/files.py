@@ -26,8 +26,18 @@ _FALLOC_ZERO_RANGE = 0x10
 _fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
 if _fallocate is not None:
     _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_SYS_CACHESTAT = 451
+_syscall = getattr(ctypes.CDLL(None), "syscall", None)
 _ZEROS = memoryview(bytes(1024 * 1024))
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("count", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently"))
 
 
 class Files:
@@ -88,6 +98,24 @@ class Files:
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
+    def resident_pages(self, fd: int, offset: int, count: int) -> int | None:
+        """How many pages of a range the page cache holds; None where the kernel does not say (before Linux 6.5)."""
+        found = _CacheStat()
+        wanted = _Range(offset, count)
+        if _syscall is None or _syscall(_SYS_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0):
+            return None
+        return int(found.cached)
+
+    def expect_no_order(self, fd: int) -> None:
+        """Nothing is to be read beyond what is asked for. Promises nothing."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def drop(self, fd: int, offset: int, count: int) -> None:
+        """Take clean pages out of the page cache; ``count`` 0: to the end of the file. Promises nothing."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
+
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 
@@ -129,6 +157,11 @@ class Files:
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory durable."""
         sync_directory(path)
+
+
+def open_for_reading(fd: int, *, direct: bool = False) -> int:
+    """Another descriptor of an open file, that cannot write; ``direct``: around the page cache. Raises OSError."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
 
 
 def sync_directory(path: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import limits
+from kvstore.daemon.files import open_for_reading
 from kvstore.daemon.ledger import Place, Taken
 from kvstore.daemon.load import Answering
 from kvstore.daemon.record import HEADER_BYTES
@@ -35,6 +36,8 @@ HUGE_PAGE_BYTES_MIN = 64 * limits.KIB
 
 Life = tuple[Segment, int]
 """A segment and its generation."""
+Opened = tuple[Segment, int, bool]
+"""What a descriptor is of: a life, around the page cache or not."""
 
 
 class Lender(Protocol):
@@ -80,6 +83,15 @@ class Loan:
             segment = self.files[int(self.rows["file"][at])][0]
             if segment.path.parent != first:
                 segment.read_ahead(int(self.rows["offset"][at]), HEADER_BYTES + int(self.payload_bytes[at]))
+
+    def cold_among(self, lent: npt.NDArray[np.intp]) -> list[int]:
+        """Which of some rows that are lent are to be read around the page cache: positions in ``lent``."""
+        if not any(segment.bypass for segment, _ in self.files):
+            return []
+        files, offsets = self.rows["file"][lent].tolist(), self.rows["offset"][lent].tolist()
+        lengths = (self.payload_bytes[lent].astype(np.int64) + HEADER_BYTES).tolist()
+        places = zip(files, offsets, lengths, strict=True)
+        return [at for at, (file, *place) in enumerate(places) if self.files[file][0].is_cold(*place)]
 
     def refuse_other_sizes(self, wanted_bytes: npt.NDArray[np.uint32]) -> None:
         """Lend only blocks of the lengths that are asked for."""
@@ -176,7 +188,7 @@ class Neighbour:
 
     def __init__(self, arena: mmap.mmap) -> None:
         self._arena = arena
-        self._numbers: dict[Life, int] = {}
+        self._numbers: dict[Opened, int] = {}
         self._loan: Loan | LoanOfOne | None = None
         self._until_s = 0.0
         self._lock = threading.Lock()
@@ -211,15 +223,18 @@ class Neighbour:
         if not len(lent):
             self.release()
             return loan.rows, False, []
-        unknown = sum(life not in self._numbers for life in loan.files)
+        files = loan.rows["file"][lent]
+        files[loan.cold_among(lent)] += len(loan.files)
+        opened: list[Opened] = [(*life, direct) for direct in (False, True) for life in loan.files]
+        wanted = set(files.tolist())
+        unknown = sum(opened[at] not in self._numbers for at in wanted)
         anew = len(self._numbers) + unknown > limits.DESCRIPTORS_MAX
         if anew:
             self._numbers.clear()
         fds: list[int] = []
-        files = loan.rows["file"][lent]
-        numbers = np.full(len(loan.files), MADE, np.uint32)
-        for at in set(files.tolist()):
-            numbers[at] = self._number(loan.files[at], fds)
+        numbers = np.full(len(opened), MADE, np.uint32)
+        for at in wanted:
+            numbers[at] = self._number(opened[at], fds)
         loan.rows["file"][lent] = numbers[files]
         if MADE in numbers.tolist():
             loan.end(loan.rows["file"] == MADE, ASK)
@@ -233,33 +248,34 @@ class Neighbour:
         if row.status != LENT or place is None:
             self._replace(None, 0.0)
             return row, False, []
-        life = (place.segment, place.generation)
-        number = self._numbers.get(life)
+        cold = place.segment.is_cold(place.offset, HEADER_BYTES + place.payload_bytes)
+        opened = (place.segment, place.generation, cold)
+        number = self._numbers.get(opened)
         if number is not None:
             return row._replace(file=number), False, []
         anew = len(self._numbers) == limits.DESCRIPTORS_MAX
         if anew:
             self._numbers.clear()
         fds: list[int] = []
-        number = self._number(life, fds)
+        number = self._number(opened, fds)
         if number == MADE:
             self._replace(None, 0.0)
             return _ROWS[ASK], anew, []
         return row._replace(file=number), anew, fds
 
-    def _number(self, life: Life, fds: list[int]) -> int:
+    def _number(self, opened: Opened, fds: list[int]) -> int:
         """By which number the connection knows a file, adding a descriptor for a new one; MADE if there is none."""
-        number = self._numbers.get(life)
+        number = self._numbers.get(opened)
         if number is not None:
             return number
         if len(self._numbers) == limits.DESCRIPTORS_MAX:
             return MADE
         try:
-            fds.append(open_for_reading(life[0].fd))
+            fds.append(open_for_reading(opened[0].fd, direct=opened[2]))
         except OSError:  # too many open files, or no /proc
             return MADE
-        self._numbers[life] = len(self._numbers)
-        return self._numbers[life]
+        self._numbers[opened] = len(self._numbers)
+        return self._numbers[opened]
 
     def release(self) -> None:
         """The peer has read what was lent."""
@@ -287,8 +303,3 @@ class Neighbour:
             before, self._loan, self._until_s = self._loan, loan, until_s
         if before is not None:
             before.close()
-
-
-def open_for_reading(fd: int) -> int:
-    """Another descriptor of an open file, that cannot write. Raises OSError."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

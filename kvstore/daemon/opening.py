@@ -54,6 +54,8 @@ class NodeConfig:
     """Payload bytes that one owner may pin; 0: as many as there are."""
     overwrite_aged: bool = False
     """What outlived its maximum age is overwritten, not only made zeros of by the file system."""
+    bypass_page_cache: bool = False
+    """Read and write blocks around the page cache, where the file system lets a volume."""
     free_min_bytes: int | None = 0
     """Left free on each directory's file system; None: a share of it."""
     keyring: Keyring = field(default_factory=Keyring)
@@ -97,7 +99,15 @@ def open_directories(
             log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
         ciphers = Ciphers(lambda: catalog.content.spaces, config.keyring)
         pins, holds = pin_ends(catalog.content.pins), hold_ends(catalog.content.pins)
-        bounds = bounds_of(opened, layouts, free_min_bytes, files, clock.now_s(), overwrite_aged=config.overwrite_aged)
+        bounds = bounds_of(
+            opened,
+            layouts,
+            free_min_bytes,
+            files,
+            clock.now_s(),
+            overwrite_aged=config.overwrite_aged,
+            bypass_page_cache=config.bypass_page_cache,
+        )
         for volume, layout, bound in zip(opened, layouts, bounds, strict=True):
             shards.append(
                 Shard.open(

@@ -8,7 +8,7 @@ against the budget of bytes in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
@@ -21,6 +21,8 @@ from kvstore.daemon.load import LoadRate
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.record import RecordHeader, encode_header
 from kvstore.daemon.request import Request, neighbour_of
+from kvstore.daemon.sending import Made, Stretch, send
+from kvstore.direct import PageReader
 from kvstore.errors import Overloaded, ProtocolError
 from kvstore.extents import ASK, LENT, MISS, ExtentStatus, Plan
 from kvstore.framing import close_all
@@ -87,6 +89,7 @@ class Outgoing:
         self._load_rate = load_rate
         self._metrics = metrics
         self._monotonic = monotonic
+        self._pages = PageReader()
         self._lease_s = lease_s
         self._stall_s = stall_s
 
@@ -106,7 +109,7 @@ class Outgoing:
             lent = np.flatnonzero(loan.rows["status"] == LENT)
             plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
             request.answer(extents.encode_rows(loan.rows), plan.total_bytes, more=bool(plan.order))
-            _send(request, plan, loan, made, self._stall_s)
+            send(request, _parts(plan, loan, made), self._pages, self._stall_s)
             payload_bytes = sum(plan.sizes)
             answering.done(payload_bytes)
         self._metrics.payload_out.inc(payload_bytes)
@@ -126,7 +129,7 @@ class Outgoing:
             loan.answering = self._load_rate.begin(place.payload_bytes)
             record_bytes = HEADER_BYTES + place.payload_bytes
             request.answer(extents.encode_row(row), record_bytes, more=True)
-            request.send_file(place.segment.fd, row.offset, record_bytes, self._stall_s)
+            send(request, [Stretch(place.segment, row.offset, record_bytes)], self._pages, self._stall_s)
             loan.answering.done()
         finally:
             loan.close()
@@ -144,11 +147,9 @@ class Outgoing:
         loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
         return loan
 
-    def _make(
-        self, held: ExitStack, asked: wire.GetRequest, loan: Loan, party: Party
-    ) -> dict[int, tuple[bytes, Buffer]]:
+    def _make(self, held: ExitStack, asked: wire.GetRequest, loan: Loan, party: Party) -> dict[int, Made]:
         """Header and payload of each block that does not lie in a file as it is; its row says how that went."""
-        made: dict[int, tuple[bytes, Buffer]] = {}
+        made: dict[int, Made] = {}
         for at in np.flatnonzero(loan.rows["status"] == ASK).tolist():
             name = asked.names[at]
             opened = self._backend.open_payload(asked.space_id, name)
@@ -163,7 +164,7 @@ class Outgoing:
                     continue
                 held.push(mine.pop_all())
                 loan.rows[at] = (0, at * MADE_SPACING, extents.MADE, extents.MADE, status, lease.flags, b"")
-                made[at] = (_header(asked.space_id, name, lease, at * MADE_SPACING), lease.data or b"")
+                made[at] = Made(_header(asked.space_id, name, lease, at * MADE_SPACING), lease.data or b"")
         return made
 
     def _admit(self, mine: ExitStack, lease: Lease, wanted_bytes: int, party: Party) -> int:
@@ -207,15 +208,14 @@ class Outgoing:
         neighbour_of(request).release()
 
 
-def _send(request: Request, plan: Plan, loan: Loan, made: dict[int, tuple[bytes, Buffer]], stall_s: float) -> None:
+def _parts(plan: Plan, loan: Loan, made: Mapping[int, Made]) -> list[Stretch | Made]:
     """The payload of a GET answer: run after run."""
-    for run, begin in enumerate(plan.runs[:-1]):
-        row = plan.order[begin]
-        if row in made:
-            request.send_made(*made[row], stall_s)
-        else:
-            segment, _ = loan.files[plan.files[begin]]
-            request.send_file(segment.fd, plan.offsets[begin], plan.run_bytes(run), stall_s)
+    return [
+        made[plan.order[begin]]
+        if plan.order[begin] in made
+        else Stretch(loan.files[plan.files[begin]][0], plan.offsets[begin], plan.run_bytes(run))
+        for run, begin in enumerate(plan.runs[:-1])
+    ]
 
 
 def _header(space_id: SpaceId, name: BlockName, lease: Lease, offset: int) -> bytes:

@@ -92,6 +92,7 @@ def _node_config(config: StoreConfig, keyring: Keyring) -> NodeConfig:
         overwrite_aged=config.overwrite_aged,
         pin_quota_bytes=config.capacity_bytes // 4 if config.pin_quota_bytes is None else config.pin_quota_bytes,
         keyring=keyring,
+        bypass_page_cache=config.page_cache == "bypass",
     )
 
 

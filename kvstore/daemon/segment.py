@@ -35,6 +35,7 @@ from kvstore.daemon.record import (
     encode_mark,
     verify_payload,
 )
+from kvstore.direct import PAGE_BYTES
 from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.limits import PAYLOAD_BYTES_MAX, SEGMENT_BYTES_MAX
 from kvstore.store import Buffer
@@ -47,6 +48,8 @@ FREE = 0
 UNCLEAN = 1
 """Day of a free segment whose bytes are to be erased before it is begun again."""
 
+WRITE_BACK_BYTES = 8 * 1024 * 1024
+"""Around the page cache, the device is told to begin after so many bytes."""
 _SEARCH_READ_BYTES = 1024 * 1024
 _MAGIC = b"RKVS"
 _HEADER = struct.Struct("<4sHHIQBxxxIQQ")
@@ -160,9 +163,12 @@ class Segment:
     """
 
     __slots__ = (
+        "_dropped",
         "_durable",
+        "_hastened",
         "_syncing",
         "begun",
+        "bypass",
         "dirty",
         "end",
         "failed",
@@ -190,6 +196,10 @@ class Segment:
         self.dirty = True
         """Whether anything may be unflushed; so may what a killed process left: records, or marks."""
         self.leases = 0
+        self.bypass = False
+        """Whether blocks go around the page cache, here in both directions."""
+        self._hastened = self._dropped = 0
+        """Up to where the device was told to begin, and what was flushed left the page cache."""
         self._syncing = threading.Lock()
         self._durable = (header.generation, end if sealed else 0)
         """Generation, and the offset below which its records are on disk."""
@@ -261,6 +271,7 @@ class Segment:
             raise
         self.header = header
         self.end = FIRST_RECORD
+        self._hastened = self._dropped = 0
         self.oldest_s = header.created_s
         self.sealed = self.torn = self.unsafe = False
         self.dirty = True
@@ -282,6 +293,9 @@ class Segment:
             raise
         self.end += total_bytes
         self.dirty = True
+        if self.bypass and self.end - self._hastened >= WRITE_BACK_BYTES:
+            self.hasten(self._hastened)
+            self._hastened = self.end
 
     def reach_back(self, written_s: int) -> None:
         """A record that was written then is going to be in it, before this life began or not. Raises OSError."""
@@ -296,7 +310,20 @@ class Segment:
 
     def read_ahead(self, offset: int, count: int) -> None:
         """Let the device begin to read: somebody is going to ask for it."""
-        self.files.read_ahead(self.fd, offset, count)
+        if not self.bypass:
+            self.files.read_ahead(self.fd, offset, count)
+
+    def go_around_cache(self) -> None:
+        """From now on blocks leave nothing in the page cache."""
+        self.bypass = True
+        self.files.expect_no_order(self.fd)
+
+    def is_cold(self, offset: int, count: int) -> bool:
+        """Whether bytes are to be read around the page cache: such is the volume, and it does not hold all of them."""
+        if not self.bypass:
+            return False
+        there = self.files.resident_pages(self.fd, offset, count)
+        return there is None or there < -(-(offset % PAGE_BYTES + count) // PAGE_BYTES)
 
     def sync(self, *, if_dirty: bool = False) -> None:
         """Make everything appended so far durable. Raises OSError (and marks the segment failed and unsafe).
@@ -316,6 +343,9 @@ class Segment:
                 raise
             if not self.unsafe:
                 self._durable = (generation, end)
+            if self.bypass:
+                self.files.drop(self.fd, self._dropped, end - self._dropped)
+                self._dropped = end
 
     @property
     def durable_end(self) -> int:
@@ -348,15 +378,16 @@ class Segment:
 
     def read_header(self, offset: int) -> tuple[RecordHeader, Mark | None]:
         """A record's checked header and its mark. Raises RecordDamaged or OSError."""
-        data = self.files.read(self.fd, HEADER_BYTES, offset)
-        return self._decode(data, offset), decode_mark(data)
+        data = bytearray(HEADER_BYTES)
+        count = self._read([data], offset)
+        return self._decode(data[:count], offset), decode_mark(data)
 
     def read_record(self, offset: int, payload: bytearray | memoryview) -> tuple[RecordHeader, Mark | None]:
         """One gather read of header and stored payload into ``payload``, both verified. Raises
         RecordDamaged, OSError.
         """
         data = bytearray(HEADER_BYTES)
-        count = self.files.read_into(self.fd, [data, payload], offset)
+        count = self._read([data, payload], offset)
         header = self._decode(data[: min(count, HEADER_BYTES)], offset)
         verify_payload(header, memoryview(payload)[: max(0, count - HEADER_BYTES)])
         return header, decode_mark(data)
@@ -467,6 +498,13 @@ class Segment:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.files.close(self.fd)
+
+    def _read(self, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        cold = self.is_cold(offset, sum(map(len, buffers)))
+        count = self.files.read_into(self.fd, buffers, offset)
+        if cold:
+            self.files.drop(self.fd, offset, -(-count // PAGE_BYTES) * PAGE_BYTES)  # part of a page would stay
+        return count
 
     def _decode(self, data: Buffer, offset: int) -> RecordHeader:
         return decode_header(data, segment=self.number, generation=self.header.generation, offset=offset)

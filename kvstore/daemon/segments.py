@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvstore.capacity import SPARE_SEGMENTS, open_segments_max
 from kvstore.daemon.files import Files
+from kvstore.daemon.page_cache import PageCache
 from kvstore.daemon.segment import DRAFT_SUFFIX, FREE, UNCLEAN, Segment, SegmentDamaged, SegmentHeader, segment_path
 from kvstore.daemon.watermark import Watermark
 from kvstore.errors import VolumeError
@@ -34,12 +35,14 @@ class SegmentSet:
         segments_max: int,
         new_generation: Callable[[], int],
         watermark: Watermark | None = None,
+        page_cache: PageCache = PageCache.KEEP,
     ) -> None:
         self._files = files
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._new_generation = new_generation
         self.watermark = watermark or Watermark(files, directory)
+        self.page_cache = page_cache
         self.segments_max = segments_max
         self.segments: dict[int, Segment] = {}
         """By number. Replaced as a whole, never changed: readers outside the writer's lock iterate over it."""
@@ -64,12 +67,13 @@ class SegmentSet:
         new_generation: Callable[[], int],
         now_s: int,
         watermark: Watermark | None = None,
+        page_cache: PageCache = PageCache.KEEP,
     ) -> SegmentSet:
         """Open every segment file; one whose first page is damaged is removed, since its records cannot be trusted.
 
         Raises VolumeError for one that cannot be opened at all: its blocks may be good.
         """
-        found = cls(files, directory, segment_bytes, segments_max, new_generation, watermark)
+        found = cls(files, directory, segment_bytes, segments_max, new_generation, watermark, page_cache)
         directory.mkdir(exist_ok=True)
         for draft in directory.glob(f"*{DRAFT_SUFFIX}"):
             files.unlink(draft)
@@ -277,6 +281,8 @@ class SegmentSet:
                 segment.close()
 
     def _add(self, segment: Segment) -> None:
+        if self.page_cache is PageCache.BYPASS:
+            segment.go_around_cache()
         self.segments = {**self.segments, segment.number: segment}
 
     def _open_one(self, path: Path) -> Segment | None:

@@ -147,6 +147,7 @@ class Shard:
             new_generation,
             now_s,
             bounds.watermark,
+            bounds.page_cache,
         )
         index: Index | None = None
         try:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 
-from kvstore.daemon.files import Files
-
-PAGE_BYTES = 4096
+from kvstore.daemon.files import Files, open_for_reading
+from kvstore.direct import PAGE_BYTES
 
 
 class UncachedFile:
@@ -48,7 +47,7 @@ class UncachedFile:
 def _open_direct(fd: int) -> int | None:
     """Another descriptor of an open file, around the page cache; None where the file system has no such thing."""
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        return open_for_reading(fd, direct=True)
     except OSError:
         return None
 

@@ -15,6 +15,7 @@ from kvstore import limits
 from kvstore.client import StoreClient
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.cipher import CipherKey, Keyring
+from kvstore.daemon.files import Files
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.rights import grant_of
@@ -40,6 +41,13 @@ def short_dir() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+class ColdFiles(Files):
+    """Of which nobody knows what is in the page cache, so that every block is read around it."""
+
+    def resident_pages(self, fd: int, offset: int, count: int) -> int | None:
+        return None
+
+
 def open_memory(clock: ManualClock) -> MemoryStore:
     return MemoryStore(clock, TEST_RULES, capacity_bytes=CAPACITY_BYTES, state_pool_bytes=STATE_POOL_BYTES)
 
@@ -50,6 +58,7 @@ def open_node(
     capacity_bytes: int = CAPACITY_BYTES,
     rules: ClassRules = TEST_RULES,
     keyring: Keyring | None = None,
+    around_cache: bool = False,
 ) -> Node:
     config = NodeConfig(
         directories=(data,),
@@ -57,8 +66,9 @@ def open_node(
         segment_bytes=limits.MIB,
         state_pool_bytes=STATE_POOL_BYTES,
         keyring=keyring or Keyring(),
+        bypass_page_cache=around_cache,
     )
-    return Node.open(config, clock, rules)
+    return Node.open(config, clock, rules, files=ColdFiles() if around_cache else None)
 
 
 @contextmanager
@@ -126,13 +136,14 @@ def _client(
     *,
     same_host: bool = False,
     keyring: Keyring | None = None,
+    around_cache: bool = False,
 ) -> Subject:
     clock = ManualClock()
     backends, addresses = [], []
     for at in range(nodes):
         folder = stack.enter_context(short_dir())
         if on_disk:
-            backend: Any = open_node(folder / "data", clock, keyring=keyring)
+            backend: Any = open_node(folder / "data", clock, keyring=keyring, around_cache=around_cache)
             stack.callback(backend.close)
         else:
             backend = open_memory(clock)
@@ -196,6 +207,7 @@ SUBJECTS: dict[str, Callable[[ExitStack], Subject]] = {
     "two-nodes": lambda stack: _client(stack, 2, _unix, on_disk=True, same_host=True),
     "memory-served": lambda stack: _client(stack, 1, _unix, on_disk=False, same_host=True),
     "encrypted": lambda stack: _client(stack, 1, _unix, on_disk=True, same_host=True, keyring=EVERYBODY),
+    "around-cache": lambda stack: _client(stack, 1, _unix, on_disk=True, same_host=True, around_cache=True),
     "worker-token": lambda stack: _by_role(stack, "worker"),
     "tenant-token": lambda stack: _by_role(stack, f"tenant:{TENANT}"),
 }

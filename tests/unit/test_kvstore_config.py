@@ -43,6 +43,8 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ('data = ["/srv/a", "/srv/a"]', "twice"),
         ("data = []", "--data"),
         ('sweep_every = "0s"', "sweep_every"),
+        ('page_cache = "off"', "page_cache: 'off' is neither keep nor bypass"),
+        ("page_cache = true", "neither keep nor bypass"),
         ("capacity = [", "cannot read the config"),
     ],
 )
@@ -59,6 +61,14 @@ def test_bad_settings_are_named(tmp_path: Path, text: str, says: str) -> None:
 )
 def test_space_left_free_is_a_share_unless_told(text: str | None, free_min_bytes: int | None) -> None:
     assert load_config(None, {**GIVEN, "free_min": text}).free_min_bytes == free_min_bytes
+
+
+def test_the_page_cache_is_kept_unless_told() -> None:
+    assert [load_config(None, {**GIVEN, "page_cache": text}).page_cache for text in (None, "keep", "bypass")] == [
+        "keep",
+        "keep",
+        "bypass",
+    ]
 
 
 def test_a_missing_setting_is_asked_for() -> None:

@@ -21,6 +21,7 @@ from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.record import Mark, MarkReason, encode_mark
 from kvstore.daemon.server import Server
+from kvstore.direct import PageReader
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unauthorized
 from kvstore.extents import Rows
 from kvstore.framing import parse_address
@@ -141,7 +142,7 @@ def shared_fds() -> int:
 def read_all(space: SpaceId, rows: Rows, fds: Sequence[int | None], scatter: Scatter) -> None:
     """As a client that takes no notice of the time."""
     plan = extents.plan(rows, scatter.settle_rows(rows), scatter.sizes)
-    local.read_extents(plan, fds, scatter, lambda: True)
+    local.read_extents(plan, fds, scatter, lambda: True, PageReader())
     scatter.believe(space, plan, rows)
 
 
