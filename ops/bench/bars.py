@@ -49,16 +49,16 @@ def standings(
     """Every bar of a run. ``label``: what each case is called, by its position."""
     rows = [_of_verdict(label[at], verdict) for at, case in enumerate(measured) for verdict in case.verdicts]
     for name, share in small_blocks(measured).items():
-        rows.append(_standing(f"{name}: 64 KiB beside 1 MiB", SMALL_SHARE_MIN, share, at_least=True))
+        rows.append(standing(f"{name}: 64 KiB beside 1 MiB", SMALL_SHARE_MIN, share, at_least=True))
     return [*rows, *_of_memory(memory)]
 
 
 def _of_memory(memory: Mapping[str, Mapping[str, float]]) -> Iterator[Standing]:
     if MANY in memory and memory[MANY]["blocks"] >= MANY_BLOCKS_MIN:
         reached = memory[MANY]["presence_bytes_per_block"]
-        yield _standing("memory: presence, bytes a block", PRESENCE_BYTES_MAX, reached, at_least=False)
+        yield standing("memory: presence, bytes a block", PRESENCE_BYTES_MAX, reached, at_least=False)
     if SOAK in memory:
-        yield _standing("memory: resident over a soak", SOAK_GROWTH_MAX, memory[SOAK]["growth"], at_least=False)
+        yield standing("memory: resident over a soak", SOAK_GROWTH_MAX, memory[SOAK]["growth"], at_least=False)
 
 
 def small_blocks(measured: Sequence[Measured]) -> dict[str, float]:
@@ -80,10 +80,16 @@ def _of_verdict(what: str, verdict: Verdict) -> Standing:
     )
 
 
-def _standing(what: str, bound: float, reached: float, *, at_least: bool) -> Standing:
+def standing(what: str, bound: float, reached: float | None, *, at_least: bool) -> Standing:
+    """One bar and what was reached, None if nothing was."""
+    text = f"{'>=' if at_least else '<='} {bound:g}"
+    if reached is None:
+        return Standing(what, text, None, None)
     met = reached >= bound if at_least else reached <= bound
-    return Standing(what, f"{'>=' if at_least else '<='} {bound:g}", reached, met, _short(bound, reached, at_least))
+    return Standing(what, text, reached, met, _short(bound, reached, at_least))
 
 
 def _short(bound: float, reached: float, at_least: bool) -> float:
+    if not bound:
+        return float(reached > 0 and not at_least)
     return max(1 - reached / bound if at_least else reached / bound - 1, 0.0)

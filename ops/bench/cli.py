@@ -1,4 +1,4 @@
-"""``reprise bench``: the store's speed, replay fidelity, and the speed of the kernels.
+"""``reprise bench``: the store's speed, vLLM attached to it, replay fidelity, and the speed of the kernels.
 
 Owns options and tables. Does not measure. Invariant: ``store`` runs without torch, as a storage node
 does. Progress goes to stderr, results to stdout.
@@ -18,10 +18,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Measure the store, restore fidelity and kernels.", add_completion=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure the store, attached engines, restore fidelity and kernels.",
+    add_completion=False,
+)
 
 SIZES_DEFAULT = "64KiB,256KiB,1MiB,4MiB"
 WINDOWS_DEFAULT = "0,1,2"
+LENGTHS_DEFAULT = "1024,2048,4096,8192"
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 EXIT_NOT_INSTALLED = 3
 TABLE_COLUMNS = 112
 """Columns of the widest table; a narrower terminal wraps it, which is better than cut figures."""
@@ -108,6 +114,66 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@app.command()
+def attach(
+    vllm_python: Annotated[
+        Path, typer.Option(help="Python of vLLM's environment, which make test-engines makes.")
+    ] = VLLM_PYTHON,
+    model: Annotated[str, typer.Option(help="demo, demo-swa, or a checkpoint directory.")] = "demo",
+    lengths: Annotated[str, typer.Option(help="Tokens of prompts, comma-separated.")] = LENGTHS_DEFAULT,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440.0, help="Begin nothing after this time.")] = 15.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Conversations to replay: JSON lines, gzipped or not. [default: made up]")
+    ] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for table, line of JSON and picture, named by date (extra bench).")
+    ] = None,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Short prompts: shows that it works, measures nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON; the table goes to stderr.")] = False,
+) -> None:
+    """Measure vLLM with our connector, with the one that it ships, and with none: cold, saved, and restarted."""
+    from ops.bench import attach as bench
+    from ops.bench import attach_results, plot
+    from ops.bench.attach_ways import EngineMissing
+    from workers.weights import ModelUnavailable
+
+    try:
+        if out is not None:
+            plot.check()
+        settings = bench.settings_of(
+            python=vllm_python,
+            model=model,
+            minutes=minutes,
+            lengths=_whole_numbers(lengths),
+            trace=trace,
+            cache_dir=cache_dir,
+            is_quick=is_quick,
+            progress=_progress,
+        )
+        command = " ".join(["reprise bench", *sys.argv[sys.argv.index("attach") :]] if "attach" in sys.argv else [])
+        report = bench.measure(settings, model=model, command=command, is_quick=is_quick, progress=_progress)
+        if out is not None:
+            attach_results.write(report, out)
+    except EngineMissing as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_NOT_INSTALLED) from error
+    except (plot.PlotUnavailable, ModelUnavailable, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    attach_results.print_report(report, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps(report.to_json()))
+    raise typer.Exit(0 if report.samples else 1)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """Raises ValueError."""
+    return tuple(dict.fromkeys(int(word) for word in _words(text)))
 
 
 @app.command()

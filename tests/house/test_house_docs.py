@@ -26,7 +26,7 @@ def tracked() -> list[Path]:
 TRACKED = tracked()
 
 
-RESULT = re.compile(r"ops/bench/results/store-[0-9-]+\.(md|json|png)")
+RESULT = re.compile(r"ops/bench/results/(store|attach)-[0-9-]+\.(md|json|png)")
 
 
 def tree_of_readme() -> set[str]:

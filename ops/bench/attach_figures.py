@@ -1,0 +1,176 @@
+"""The attach bench in figures: medians and ratios of samples, and the bars that they are to reach.
+
+Owns arithmetic and bars. Pure. Invariants: a ratio compares answers to the same prompt, and is the median over prompts;
+a bar that could not be compared is listed as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from ops.bench.attach_runs import Phase, Sample
+from ops.bench.attach_ways import BARE, REPRISE
+from ops.bench.bars import Standing, standing
+
+RESTART_TOKENS, RESTART_SHARE_MAX = 4096, 0.25
+RESTART_BAR = f"TTFT after a restart over cold, {RESTART_TOKENS} tokens"
+TAX_MAX = 1.05
+TIER_LOAD_MIN, TIER_STORE_MIN, TIER_STEP_MAX = 1.3, 1.0, 1.0
+REPRISE_TIER, FS_TIER = "reprise", "fs"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way at one length of prompt. Seconds are medians to the first token; None where nothing was measured.
+
+    ``tax``: cold, over no connector. ``restarted``, ``chilled``: after a restart, over cold with no connector.
+    ``hit``: tokens, after a restart. ``device_bytes``: read from a device for a chilled one.
+    """
+
+    way: str
+    nominal: int
+    tokens: int
+    prompts: int
+    cold_s: float | None = None
+    tax: float | None = None
+    restart_s: float | None = None
+    restarted: float | None = None
+    chilled_s: float | None = None
+    chilled: float | None = None
+    hit: int = 0
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One way over the replay. ``hit_rate``: tokens not computed, of all; ``external``: those that a connector gave."""
+
+    way: str
+    requests: int
+    tokens: int
+    hit_rate: float
+    external_rate: float
+    ttft_s: float
+    ttft_p50_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """Greedy tokens of one way that differ from those of no connector, of so many compared."""
+
+    way: str
+    tokens: int
+    compared: int
+
+
+def rows_of(samples: Sequence[Sample]) -> list[Row]:
+    """Every way at every length, lengths first."""
+    keys = dict.fromkeys((one.nominal, one.way) for one in samples if one.phase != "replay")
+    bare = {one.prompt: one for one in samples if one.way == BARE and one.phase == "cold"}
+    return [_row(way, nominal, samples, bare) for nominal, way in sorted(keys, key=lambda key: key[0])]
+
+
+def _row(way: str, nominal: int, samples: Sequence[Sample], bare: Mapping[int, Sample]) -> Row:
+    mine: dict[Phase, list[Sample]] = {
+        phase: [one for one in samples if (one.way, one.nominal, one.phase) == (way, nominal, phase)]
+        for phase in ("cold", "restart", "chilled")
+    }
+    again = mine["restart"] + mine["chilled"]
+    return Row(
+        way=way,
+        nominal=nominal,
+        tokens=max((one.tokens for one in mine["cold"]), default=0),
+        prompts=len(mine["cold"]),
+        cold_s=_median(one.ttft_s for one in mine["cold"]),
+        tax=None if way == BARE else _median(_over(mine["cold"], bare)),
+        restart_s=_median(one.ttft_s for one in mine["restart"]),
+        restarted=_median(_over(mine["restart"], bare)),
+        chilled_s=_median(one.ttft_s for one in mine["chilled"]),
+        chilled=_median(_over(mine["chilled"], bare)),
+        hit=round(_median(one.hit for one in again) or 0),
+        device_bytes=round(_median(one.device_bytes for one in mine["chilled"]) or 0),
+    )
+
+
+def _over(samples: Iterable[Sample], others: Mapping[int, Sample]) -> list[float]:
+    return [one.ttft_s / others[one.prompt].ttft_s for one in samples if one.prompt in others]
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def tax_of(samples: Sequence[Sample], way: str) -> float | None:
+    """Seconds to the first token of prompts that are new, and saved meanwhile, over those with no connector."""
+    bare = {one.prompt: one for one in samples if one.way == BARE and one.phase == "cold"}
+    return _median(_over((one for one in samples if one.way == way and one.phase == "cold"), bare))
+
+
+def replayed_of(samples: Sequence[Sample]) -> list[Replayed]:
+    """Every way over the requests of the replay that all ways answered."""
+    turns = [one for one in samples if one.phase == "replay"]
+    names = list(dict.fromkeys(one.way for one in turns))
+    answered = (
+        set.intersection(*({one.prompt for one in turns if one.way == name} for name in names)) if names else set()
+    )
+    return [_replayed(name, [one for one in turns if one.way == name and one.prompt in answered]) for name in names]
+
+
+def _replayed(way: str, turns: Sequence[Sample]) -> Replayed:
+    tokens = sum(one.tokens for one in turns)
+    return Replayed(
+        way=way,
+        requests=len(turns),
+        tokens=tokens,
+        hit_rate=sum(one.hit for one in turns) / max(tokens, 1),
+        external_rate=sum(one.external for one in turns) / max(tokens, 1),
+        ttft_s=sum(one.ttft_s for one in turns),
+        ttft_p50_s=_median(one.ttft_s for one in turns) or 0.0,
+    )
+
+
+def differing_of(samples: Sequence[Sample]) -> list[Differing]:
+    """Answers beside those of vLLM with no connector to the same prompt, cold; of the replay, to the same request."""
+    wanted = {(one.phase == "replay", one.prompt): one.answer for one in samples if one.way == BARE}
+    found = []
+    for name in dict.fromkeys(one.way for one in samples if one.way != BARE):
+        pairs = [
+            (one.answer, wanted[one.phase == "replay", one.prompt])
+            for one in samples
+            if one.way == name and (one.phase == "replay", one.prompt) in wanted
+        ]
+        differ = sum(mine != theirs for answer, other in pairs for mine, theirs in zip(answer, other, strict=True))
+        found.append(Differing(name, differ, sum(len(answer) for answer, _ in pairs)))
+    return found
+
+
+def standings(samples: Sequence[Sample], tier: Mapping[str, Mapping[str, float]]) -> list[Standing]:
+    """Every bar of a run. ``tier``: figures of tiers by name, empty if they were not measured."""
+    again = [row.restarted for row in rows_of(samples) if (row.way, row.nominal) == (REPRISE, RESTART_TOKENS)]
+    differ = [float(one.tokens) for one in differing_of(samples) if one.way == REPRISE and one.compared]
+    return [
+        standing(RESTART_BAR, RESTART_SHARE_MAX, again[0] if again else None, at_least=False),
+        standing("store tax: cold TTFT over no connector's", TAX_MAX, tax_of(samples, REPRISE), at_least=False),
+        standing("differing greedy tokens", 0.0, differ[0] if differ else None, at_least=False),
+        standing("tier: loads over fs", TIER_LOAD_MIN, _tier_ratio(tier, "load_gb_per_s"), at_least=True),
+        standing("tier: stores over fs", TIER_STORE_MIN, _tier_ratio(tier, "store_gb_per_s"), at_least=True),
+        standing("tier: scheduler time per step over fs", TIER_STEP_MAX, _tier_ratio(tier, "step_us"), at_least=False),
+    ]
+
+
+def _tier_ratio(tier: Mapping[str, Mapping[str, float]], figure: str) -> float | None:
+    mine, theirs = (tier.get(name, {}).get(figure) for name in (REPRISE_TIER, FS_TIER))
+    return mine / theirs if mine is not None and theirs else None
+
+
+def to_json(samples: Sequence[Sample]) -> dict[str, Any]:
+    """All figures of the samples."""
+    return {
+        "lengths": [asdict(row) for row in rows_of(samples)],
+        "replay": [asdict(row) for row in replayed_of(samples)],
+        "differing": [asdict(row) for row in differing_of(samples)],
+    }
