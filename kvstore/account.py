@@ -226,8 +226,9 @@ def _order(
     for order, report in reversed(purges):
         if not (report.began_s <= at_s and (not report.done or at_s <= report.ended_s)):
             continue
-        if key in order.keys if order.keys is not None else home in order.spaces:
+        in_its_spaces = not order.spaces or home is None or home in order.spaces
+        if key in order.keys if order.keys is not None else home in order.spaces and not order.is_part:
             return order, True
-        if order.keys is None and home is None:
+        if order.keys is None and in_its_spaces:
             may_be = may_be or order
     return may_be, False

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.keys import BlockKey, BlockName, SpaceId, StateName, TokenDigest
+from kvstore.purges import PurgeOrder
 from kvstore.store import Buffer, ClassEffect
 
 
@@ -81,3 +82,20 @@ def class_effects(blocks: Sequence[MemoryBlock]) -> tuple[ClassEffect, ...]:
         count, size = sums.get(group, (0, 0))
         sums[group] = (count + 1, size + len(block.payload))
     return tuple(ClassEffect(byte, space, *sums[byte, space]) for byte, space in sorted(sums))
+
+
+def is_ordered(order: PurgeOrder, block: MemoryBlock) -> bool:
+    """Whether an order comes to a block."""
+    if order.spaces and block.space_id not in order.spaces:
+        return False
+    if order.class_byte is not None:
+        return {*block.touches} == {order.class_byte}
+    if order.written_until_s is not None:
+        return block.written_s <= order.written_until_s
+    return order.keys is None or block.name.key in order.keys
+
+
+def is_shared(order: PurgeOrder, block: MemoryBlock) -> bool:
+    """Whether the class of an order only loses its claim on a block."""
+    covered = not order.spaces or block.space_id in order.spaces
+    return covered and order.class_byte in block.touches and len(block.touches) > 1

@@ -20,7 +20,7 @@ from kvstore.errors import Held, Overloaded, PolicyConflict, SpaceUnknown
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, StateKey, StateName, space_id
 from kvstore.manual_clock import T0_S as T0_S
 from kvstore.manual_clock import ManualClock as ManualClock
-from kvstore.memory_parts import MemoryBlock, MemoryLease, MemoryState, class_effects
+from kvstore.memory_parts import MemoryBlock, MemoryLease, MemoryState, class_effects, is_ordered, is_shared
 from kvstore.purges import ByNode, Leftovers, PurgeOrder, PurgeReport, digest_of_keys
 from kvstore.store import (
     FLAG_APPROXIMATE,
@@ -369,17 +369,16 @@ class MemoryStore:
         with self._lock:
             if order.purge_id not in self._purges:
                 now_s = int(self._clock.now_s())
-                keys = [
-                    key
-                    for key, block in self._blocks.items()
-                    if block.space_id in order.spaces and (order.keys is None or key in order.keys)
-                ]
-                for space in order.spaces:
-                    if order.keys is None:
+                keys = [key for key, block in self._blocks.items() if is_ordered(order, block)]
+                for space in order.spaces or tuple(self._spaces):
+                    if order.keys is None and not order.is_part:
                         self.delete_space(space)
                         self._spaces.pop(space, None)
                     else:
-                        self.delete(space, order.keys)
+                        self.delete(space, order.keys or keys)
+                shared = [block for block in self._blocks.values() if is_shared(order, block)]
+                for block in shared:
+                    block.touches.pop(order.class_byte or 0)
                 report = PurgeReport(
                     order.purge_id,
                     len(keys),
@@ -391,6 +390,7 @@ class MemoryStore:
                     order.overwrite,
                     now_s,
                     max(1, now_s),
+                    len(shared),
                 )
                 self._purges[order.purge_id] = (order, report)
             return ByNode({"": self._purges[order.purge_id][1]})
@@ -404,12 +404,7 @@ class MemoryStore:
     ) -> ByNode[Leftovers]:
         with self._lock:
             end_s = until_s.get("", order.until_s)
-            living = sum(
-                block.space_id in order.spaces
-                and (order.keys is None or key in order.keys)
-                and block.written_s <= end_s
-                for key, block in self._blocks.items()
-            )
+            living = sum(is_ordered(order, block) and block.written_s <= end_s for key, block in self._blocks.items())
             return ByNode({"": Leftovers(living=living)})
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = limits.DEADLINE_S_DEFAULT) -> int:

@@ -1,4 +1,4 @@
-"""Removing blocks by what they belong to: a space, a tenant, or a prefix.
+"""Removing blocks by what they belong to: a space, a tenant, a prefix, a class, or an age.
 
 Owns the choice of what a purge covers and the order in which it removes. Does not know how a store deletes. Invariants:
 without ``apply`` nothing is removed; a prefix is removed from its deepest block up, so that an interrupted purge leaves
@@ -7,11 +7,14 @@ a shorter prefix that the next one still finds whole; what is counted was there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvstore.errors import Unavailable
 from kvstore.keys import BlockKey, Space, SpaceId, tenant_salt
 from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES
+from kvstore.purges import PurgeOrder
 from kvstore.store import BlockInfo, Store
 from retention.errors import NothingMatched, SelectionInvalid
 from retention.scan import SCAN_S_DEFAULT, scan_blocks
@@ -35,6 +38,7 @@ class Purge:
     ``loose_blocks``: blocks of the space, deeper than the prefix, whose own ancestors are not stored, so that nothing
     tells whether they descend from it. They cannot hit before that gap is filled again.
     ``whole_spaces``: all states of the spaces go too; else those under the blocks. A store does not count them.
+    ``shared_blocks``: of a purge by class, blocks that stay for the other classes that use them.
     """
 
     applied: bool
@@ -42,6 +46,7 @@ class Purge:
     payload_bytes: int
     loose_blocks: int = 0
     whole_spaces: bool = False
+    shared_blocks: int = 0
 
     @property
     def blocks_total(self) -> int:
@@ -148,6 +153,23 @@ def _hex_digits(text: str, what: str) -> str:
     return digits
 
 
+def count_part(store: Store, order: PurgeOrder, *, deadline_s: float = SCAN_S_DEFAULT) -> Purge:
+    """What an order by class or age comes to now."""
+    counts: Counter[SpaceId] = Counter()
+    payload_bytes = shared_blocks = 0
+    for space_id in order.spaces or (None,):
+        for block in scan_blocks(store, space_id, deadline_s=deadline_s):
+            if order.written_until_s is not None:
+                goes = block.written_s <= order.written_until_s
+            else:
+                goes = {*block.touches} == {order.class_byte}
+                shared_blocks += order.class_byte in block.touches and not goes
+            if goes:
+                counts[block.space_id] += 1
+                payload_bytes += block.payload_bytes
+    return Purge(False, counts, payload_bytes, shared_blocks=shared_blocks)
+
+
 # --- removing -------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +184,22 @@ def purge_spaces(
         payload_bytes += sum(sizes)
         counts[space_id] = store.delete_space(space_id, deadline_s=deadline_s) if apply else len(sizes)
     return Purge(apply, counts, payload_bytes, whole_spaces=True)
+
+
+def purge_part(store: Store, order: PurgeOrder, *, apply: bool, deadline_s: float = SCAN_S_DEFAULT) -> Purge:
+    """Carry out an order by class or age, or count. Raises NothingMatched; Unavailable, naming the nodes that have not
+    carried it out.
+    """
+    found = count_part(store, order, deadline_s=deadline_s)
+    if not found.blocks_total and not found.shared_blocks:
+        raise NothingMatched("no stored block is of this class" if order.class_byte else "no stored block is that old")
+    if not apply:
+        return found
+    done = store.purge(order, deadline_s=deadline_s)
+    if done.failed:
+        left = "; ".join(f"{name or 'the store'}: {why}" for name, why in done.failed.items())
+        raise Unavailable(f"not every node has carried it out, purge again: {left}")
+    return replace(found, applied=True)
 
 
 def purge_prefix(

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from kvstore.purges import PurgeOrder
+from kvstore.units import parse_duration_s
 from retention import report
 from retention.errors import NothingMatched, SelectionInvalid
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, YesOption
@@ -22,7 +23,7 @@ from retention.policy_cli import AuthorOption, me
 from retention.prefixes import read_tokens, tokens_of_text
 from retention.purge import Purge
 from retention.receipt import read_public_key, read_receipt, read_secret_key, sign_receipt, write_key
-from retention.selection import Selection, order_of, purge_of
+from retention.selection import Selection, Why, order_of, purge_of
 from retention.session import EXIT_FAILED, EXIT_LEFT, Session, Sessions, confirm, dry_hint, exit_codes
 
 SpaceOption = Annotated[str | None, typer.Option("--space", help="Everything of one space (id or digits).")]
@@ -47,6 +48,14 @@ ModelOption = Annotated[
 FromStartOption = Annotated[
     bool, typer.Option("--from-start", help="With tokens or text: every block of it, also what others begin with.")
 ]
+ClassOption = Annotated[
+    str | None,
+    typer.Option("--class", metavar="NAME", help="What a traffic class (its name, or its byte) alone has used."),
+]
+OlderOption = Annotated[
+    str | None,
+    typer.Option("--older-than", metavar="DURATION", help="What was written longer ago than this, like 30d."),
+]
 SignOption = Annotated[
     Path | None, typer.Option("--sign-key", envvar="REPRISE_SIGN_KEY", help="Secret key, as `keygen` makes it.")
 ]
@@ -64,6 +73,8 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
         rendered: RenderedOption = False,
         model: ModelOption = None,
         from_start: FromStartOption = False,
+        traffic_class: ClassOption = None,
+        older_than: OlderOption = None,
         apply: ApplyOption = False,
         yes: YesOption = False,
         proof: Annotated[
@@ -80,10 +91,11 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
         deadline: DeadlineOption = "120s",
         as_json: JsonOption = False,
     ) -> None:
-        """Remove the blocks of a space, a tenant or a prefix for good.
+        """Remove the blocks of a space, a tenant, a prefix, a class or an age for good.
 
         With a prefix goes all that extends it; states go with their blocks. Of a prefix by tokens or text the last
-        whole block counts, and the blocks before it stay, unless --from-start. Nothing is removed while one of the
+        whole block counts, and the blocks before it stay, unless --from-start. Blocks that other classes use, too, stay
+        for them; age counts from when a block was written. Nothing is removed while one of the
         nodes does not answer, except with --proof: then those that answer erase every byte, and the receipt names the
         others.
         """
@@ -91,20 +103,22 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
             raise typer.BadParameter("--proof and --sign-key FILE go together; `retention keygen FILE` makes a key")
         with sessions.open(store, token_file, deadline, as_json) as session:
             ids = _tokens_of(tokens, text, tokenizer, rendered=rendered)
-            selection = Selection(space, tenant, prefix, ids, model, from_start)
+            age_s = None if older_than is None else parse_duration_s(older_than)
+            selection = Selection(space, tenant, prefix, ids, model, from_start, traffic_class, age_s)
+            why = Why(author or me(), reason, overwrite)
             try:
                 if apply and proof is not None and sign_key is not None:
-                    order = order_of(session, selection, author or me(), reason, overwrite=overwrite)
-                    confirm(f"purge {len(order.spaces)} spaces to the last byte?", yes=yes)
+                    order = order_of(session, selection, why)
+                    confirm(f"purge {_extent(order)} to the last byte?", yes=yes)
                     _carry_out(session, order, proof, sign_key)
                     return
-                run = purge_of(session, selection)
+                run = purge_of(session, selection, why)
                 if apply and not yes and sys.stdin.isatty():
                     typer.echo(report.purge_line(run(False)), err=True)
                     confirm("purge for good?", yes=yes)
                 result = run(apply)
             except NothingMatched:
-                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=not selection.by_prefix)))
+                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=selection.whole_spaces)))
                 raise
             session.show(report.purge_json(result), report.purge_line(result), *dry_hint(apply))
 
@@ -130,7 +144,7 @@ def _add_receipts(app: typer.Typer, sessions: Sessions) -> None:
             raise typer.BadParameter("--sign-key FILE is needed: the receipt is signed anew")
         with sessions.open(store, token_file, deadline, as_json) as session:
             order = read_receipt(receipt).order
-            confirm(f"purge {len(order.spaces)} spaces to the last byte, where that is not done yet?", yes=yes)
+            confirm(f"purge {_extent(order)} to the last byte, where that is not done yet?", yes=yes)
             _carry_out(session, order, receipt, sign_key)
 
     @app.command()
@@ -183,6 +197,14 @@ def _tokens_of(
     if text is not None and tokenizer is not None:
         return tokens_of_text(text, tokenizer, rendered=rendered)
     return None if tokens is None else read_tokens(tokens)
+
+
+def _extent(order: PurgeOrder) -> str:
+    """How much an order covers, for a question."""
+    spaces = f"{len(order.spaces)} spaces" if order.spaces else "all spaces"
+    if order.class_byte is not None:
+        return f"a class in {spaces}"
+    return f"what is old in {spaces}" if order.written_until_s is not None else spaces
 
 
 def _carry_out(session: Session, order: PurgeOrder, proof: Path, sign_key: Path) -> None:

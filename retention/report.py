@@ -144,6 +144,7 @@ def purge_json(purge: Purge) -> Json:
         "blocks": purge.blocks_total,
         "payload_bytes": purge.payload_bytes,
         "loose_blocks": purge.loose_blocks,
+        "shared_blocks": purge.shared_blocks,
         "whole_spaces": purge.whole_spaces,
         "spaces": {space_id.hex(): count for space_id, count in purge.blocks.items()},
     }
@@ -301,6 +302,8 @@ def purge_line(purge: Purge) -> str:
     spaces = f"{len(purge.blocks)} space" + ("" if len(purge.blocks) == 1 else "s")
     states = "all states" if purge.whole_spaces else "the states under them"
     line = f"{verb} {_blocks(purge.blocks_total)} ({format_bytes_short(purge.payload_bytes)}) and {states} in {spaces}"
+    if purge.shared_blocks:
+        line += f"; {_blocks(purge.shared_blocks)} that other classes use too stay for them"
     if purge.loose_blocks:
         line += (
             f"; {_blocks(purge.loose_blocks)} of the space lie behind a gap and cannot be told to extend the prefix or "
@@ -313,7 +316,9 @@ def receipt_lines(receipt: Receipt, path: Path) -> list[str]:
     """What each node did, and where the receipt is."""
     lines = [
         f"{name or 'the store'}: {_blocks(done.blocks)} purged, {done.records:,} records erased in {done.segments:,} "
-        f"segments" + (f"; {done.unreadable:,} places could not be read" if done.unreadable else "")
+        f"segments"
+        + (f"; {_blocks(done.shared)} stay for other classes" if done.shared else "")
+        + (f"; {done.unreadable:,} places could not be read" if done.unreadable else "")
         for name, done in receipt.reports.items()
     ]
     lines.append(f"receipt {path} for purge {receipt.order.purge_id}, policy {_policy_versions(receipt)}")

@@ -358,14 +358,28 @@ class Ledger:
                 if not len(changed):
                     return
                 self.ingest.lengthened(class_byte, *before.lengthened(), now_s)
-            try:
-                found, at = self.index.values(self.presence.places[changed])
-                rows = found.copy()
-                self.presence.write_touches(rows, changed[at])
-                self._write(IndexBatch(rows=rows, blocks=len(self.presence)))
-            except IndexDamaged as error:
-                self.index.refusing = True
-                self._not_written(error)
+            self._write_touches(changed)
+
+    def disown(self, places: Sequence[Place], class_byte: int) -> None:
+        """Let blocks that others touched be as if a class never had."""
+        for begin in range(0, len(places), _PAGE):
+            with self.journal:
+                with self.lock:
+                    slots = [place.slot for place in places[begin : begin + _PAGE] if self.is_at(place)]
+                    for slot in slots:
+                        self.presence.disown(slot, class_byte)
+                self._write_touches(np.array(slots, dtype=np.int64))
+
+    def _write_touches(self, slots: Slots) -> None:
+        """Let the index know of touches. The journal is held."""
+        try:
+            found, at = self.index.values(self.presence.places[slots])
+            rows = found.copy()
+            self.presence.write_touches(rows, slots[at])
+            self._write(IndexBatch(rows=rows, blocks=len(self.presence)))
+        except IndexDamaged as error:
+            self.index.refusing = True
+            self._not_written(error)
 
     def forget(self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int) -> None:
         """Drop rows, each once; lookups say why from now on."""

@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -104,7 +104,14 @@ class Node:
         self._catalog_lock = threading.Lock()
         self._pinboard = PinBoard(self._shards, catalog, self._catalog_lock, self._clock, config.pin_quota_bytes)
         self._purger = Purger(
-            self._shards, catalog, self._catalog_lock, self._pinboard.check_free, self._purge_from, self._clock
+            self._shards,
+            catalog,
+            self._catalog_lock,
+            self._pinboard.check_free,
+            self._purge_from,
+            self._part_of,
+            self._disown,
+            self._clock,
         )
         self._closed = threading.Event()
         self._warned_of_large_blocks = False
@@ -412,6 +419,26 @@ class Node:
             spaces = self._catalog.content.spaces
             self._catalog.update(spaces={name: space for name, space in spaces.items() if name != space_id})
         return count
+
+    def _part_of(self, order: PurgeOrder) -> Iterator[tuple[SpaceId, list[BlockKey]]]:
+        """The blocks that an order by class or age comes to now, as many at once as one deletion takes."""
+        until_s = order.written_until_s
+        for space in order.spaces or (None,):
+            doomed: dict[SpaceId, list[BlockKey]] = {}
+            cursor, more = b"", True
+            while more:
+                page, cursor = self.scan(space, cursor=cursor)
+                more = bool(cursor)
+                for block in page:
+                    if block.written_s <= until_s if until_s is not None else {*block.touches} == {order.class_byte}:
+                        doomed.setdefault(block.space_id, []).append(block.key)
+            yield from doomed.items()
+
+    def _disown(self, order: PurgeOrder) -> int:
+        """Take the claim of an order's class from blocks that other classes use too; how many."""
+        now_s = int(self._clock.now_s())
+        spaces = frozenset(order.spaces) or None
+        return sum(self._on_each(lambda shard: shard.disown(order.class_byte or 0, spaces, now_s)))
 
     def pin(self, pins: Sequence[Pin], *, deadline_s: float = DEADLINE_S_DEFAULT) -> int:
         self._check_open()

@@ -284,7 +284,25 @@ class PresenceMap:
         found = self._touches.get(slot)
         return found if found is not None else ((int(self._class[slot]), int(self._touch_s[slot])),)
 
+    def heir(self, slot: int, class_byte: int) -> int:
+        """Of the other classes that touched a row, the one that keeps it longest."""
+        others = [pair for pair in self.touches(slot) if pair[0] != class_byte]
+        return max(others, key=lambda pair: pair[1] + self.keep_for_s.item(pair[0]))[0]
+
+    def is_held(self, fingerprint: int) -> bool:
+        """Whether a block is under a legal hold, be it over or not."""
+        return fingerprint in self._holds_s
+
     # sets of slots
+
+    def shared(self, class_byte: int, spaces: Set[SpaceId] | None) -> list[int]:
+        """Rows that this class and others have touched, of some spaces or of all (None)."""
+        return [
+            slot
+            for slot, touches in self._touches.items()
+            if any(pair[0] == class_byte for pair in touches)
+            and (spaces is None or self.shapes.shape(self._shape.item(slot)).space_id in spaces)
+        ]
 
     def used(self) -> Slots:
         return np.flatnonzero(self._units[: self._table.fresh])
@@ -433,6 +451,13 @@ class PresenceMap:
                 until_s = int(self.keep_until_s(np.array([slot]))[0])
             self._holdings.extend(segment, until_s)
         return merged is not None
+
+    def disown(self, slot: int, class_byte: int) -> None:
+        """Let a row that others touched be as if a class never had."""
+        others = tuple(pair for pair in self.touches(slot) if pair[0] != class_byte)
+        if others:
+            self._set_touches(slot, others)
+            self._holdings.doubt(self.places.item(slot) >> int(_PLACE_BITS))
 
     def lapse(self, slots: Slots) -> None:
         """Let rows be as if nobody had ever touched or pinned them."""

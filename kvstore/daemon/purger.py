@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstore.daemon.catalog import Catalog
@@ -26,13 +26,16 @@ log = logging.getLogger(__name__)
 
 CheckFree = Callable[[SpaceId, Sequence[BlockKey] | None], None]
 Delete = Callable[[SpaceId, Sequence[BlockKey] | None, float], int]
+Choose = Callable[[PurgeOrder], Iterable[tuple[SpaceId, Sequence[BlockKey]]]]
+Disown = Callable[[PurgeOrder], int]
 RESUME_S_MAX = 3600.0
 """How long a start, or a sweep, works on orders that were left."""
 
 
 class Purger:
     """One purge at a time. ``check_free``: raises Held for blocks under a legal hold. ``delete``: blocks, states and
-    pins of a space, or of some of its keys, within seconds.
+    pins of a space, or of some of its keys, within seconds. ``choose``: the blocks that a part comes to now.
+    ``disown``: takes the claim of the order's class from blocks that others use too; how many those are.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class Purger:
         catalog_lock: threading.Lock,
         check_free: CheckFree,
         delete: Delete,
+        choose: Choose,
+        disown: Disown,
         clock: Clock,
     ) -> None:
         self._shards = tuple(shards)
@@ -49,6 +54,8 @@ class Purger:
         self._catalog_lock = catalog_lock
         self._check_free = check_free
         self._delete = delete
+        self._choose = choose
+        self._disown = disown
         self._clock = clock
         self._busy = threading.Lock()
 
@@ -58,8 +65,8 @@ class Purger:
         Raises Held, before anything is written down; DeadlineExceeded: it goes on in the background.
         """
         end_s = time.monotonic() + deadline_s
-        for space in order.spaces:
-            self._check_free(space, order.keys)
+        for space, keys in self._removals(order):
+            self._check_free(space, keys)
         with self._catalog_lock:
             report = self._reports().get(order.purge_id)
             if report is None:
@@ -111,9 +118,12 @@ class Purger:
         if report.done:
             return report
         now_s = int(self._clock.now_s())
-        blocks = sum(self._delete(space, order.keys, max(0.0, end_s - time.monotonic())) for space in order.spaces)
+        blocks = sum(
+            self._delete(space, keys, max(0.0, end_s - time.monotonic())) for space, keys in self._removals(order)
+        )
+        shared = self._disown(order) if order.class_byte is not None else 0
         total, keys = Scoured(), set[BlockKey]()
-        for shard in self._shards:
+        for shard in self._shards if order.erase else ():
             erased, erased_keys = shard.erase(_condemned(order, now_s), now_s, overwrite=order.overwrite)
             total.add(erased)
             keys |= erased_keys
@@ -126,11 +136,16 @@ class Purger:
             keys_digest=digest_of_keys(keys),
             began_s=now_s,
             ended_s=max(1, int(self._clock.now_s())),
+            shared=report.shared + shared,
         )
         with self._catalog_lock:
             self._catalog.note_purge(order, done)
         log.info("purged id=%s blocks=%d records=%d", order.purge_id, done.blocks, done.records)
         return done
+
+    def _removals(self, order: PurgeOrder) -> Iterable[tuple[SpaceId, Sequence[BlockKey] | None]]:
+        """Spaces, and the keys in them (None: all), that an order comes to."""
+        return self._choose(order) if order.is_part else [(space, order.keys) for space in order.spaces]
 
     def _begun(self, order: PurgeOrder) -> PurgeReport:
         return PurgeReport(
@@ -141,7 +156,7 @@ class Purger:
             unreadable=0,
             keys_digest=digest_of_keys(()),
             policy_version=self._catalog.content.policy.version,
-            overwritten=order.overwrite,
+            overwritten=order.overwrite and order.erase,
             began_s=int(self._clock.now_s()),
             ended_s=0,
         )
@@ -162,5 +177,8 @@ def resume_left(purger: Purger) -> None:
 
 
 def _condemned(order: PurgeOrder, until_s: int) -> Condemned:
+    spaces = frozenset(order.spaces) if order.spaces else None
     keys = None if order.keys is None else frozenset(order.keys)
-    return Condemned(frozenset(order.spaces), keys, until_s)
+    if order.written_until_s is not None:
+        return Condemned(spaces, keys, min(until_s, order.written_until_s), by_age=True)
+    return Condemned(spaces, keys, until_s, order.class_byte)

@@ -7,12 +7,15 @@ counts only while the map names the same place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.index import IndexDamaged, place_words
 from kvstore.daemon.ledger import Ledger
-from kvstore.daemon.presence import fingerprint_of, fingerprints_in
+from kvstore.daemon.presence import fingerprint_of, fingerprints_in, key_words
 from kvstore.errors import VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.store import BlockInfo, Presence, Sighting
@@ -32,6 +35,31 @@ def scan(ledger: Ledger, space_id: SpaceId | None, cursor: bytes, limit: int, no
         same = presence.places[slots[at]] == places[at]
         infos = [_info(ledger, row, int(slot), now_s) for row, slot in zip(rows[same], slots[at[same]], strict=True)]
     return [info for info in infos if info.key > cursor][:limit]
+
+
+def slots_in(ledger: Ledger, space_id: SpaceId, keys: Sequence[BlockKey]) -> Slots:
+    """Slots of keys in a space, -1 for others; the keys are believed by their fingerprints. The lock is held."""
+    words = key_words(b"".join(keys))
+    slots = ledger.presence.slots(words)
+    return np.where(ledger.presence.matches(slots, words, space_id, None), slots, -1)
+
+
+def alive_keys(ledger: Ledger, space_id: SpaceId, keys: Sequence[BlockKey], now_s: float) -> list[BlockKey]:
+    """Those of the keys that are served now."""
+    distinct = list(dict.fromkeys(keys))
+    with ledger.lock:
+        slots = slots_in(ledger, space_id, distinct)
+        alive = (slots >= 0) & ledger.presence.alive(slots, now_s)
+    return [key for key, ok in zip(distinct, alive.tolist(), strict=True) if ok]
+
+
+def payload_bytes_of(ledger: Ledger, space_id: SpaceId, keys: Sequence[BlockKey]) -> int:
+    """Payload bytes of those of the keys that are stored, each once."""
+    distinct = list(dict.fromkeys(keys))
+    with ledger.lock:
+        presence = ledger.presence
+        slots = slots_in(ledger, space_id, distinct)
+        return int(presence.shapes.payload_bytes[presence.shape_of(slots[slots >= 0])].sum(dtype=np.int64))
 
 
 def sight(ledger: Ledger, name: BlockName, space_id: SpaceId | None, now_s: float) -> Sighting:

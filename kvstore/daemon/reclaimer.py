@@ -56,6 +56,13 @@ class Swept:
     effects: list[ClassEffect] = field(default_factory=list)
 
 
+class Apart(NamedTuple):
+    """Blocks are written again without a class's claim, as ``heir``'s."""
+
+    class_byte: int
+    heir: int
+
+
 class _Copy(NamedTuple):
     """A record that was written again."""
 
@@ -277,6 +284,27 @@ class Reclaimer:
         swept.segments_freed += self._recycle(segment, now_s)
         return False
 
+    def move_apart(self, places: list[Place], apart: Apart, now_s: int) -> list[Place]:
+        """Write blocks of one segment again for their heir, making room for them; those that stay where they are are
+        returned: the segment's maximum age is theirs, or there is no room.
+        """
+        while places:
+            segment, count = places[0].segment, len(places)
+            if segment.header.class_byte == apart.class_byte and self._has_max_age(segment):
+                break
+            part = np.array([place.slot for place in places], dtype=np.int64)
+            with self._ledger.lock:
+                sizes = self._ledger.presence.record_bytes_of(part)
+            part = part[: int(np.searchsorted(np.cumsum(sizes), PACK_BYTES)) + 1]
+            self.segment_for(apart.heir, self._day_of(part, apart), places[0].record_bytes, now_s)
+            places = [place for place in places if self._ledger.is_at(place)]  # room may have been made of some
+            here = {place.slot for place in places}
+            self._move(segment, part[[int(slot) in here for slot in part]], now_s, apart)
+            places = [place for place in places if self._ledger.is_at(place)]
+            if len(places) == count:
+                break
+        return places
+
     def _shrinks(self, segment: Segment, now_s: int) -> bool:
         """Whether compressing its first uncompressed block pays: others of the class are much like it."""
         with self._ledger.lock:
@@ -401,21 +429,31 @@ class Reclaimer:
             counters.segments_recycled += 1
             return True
 
-    def _move(self, segment: Segment, slots: Slots, now_s: int) -> int | None:
+    def _day_of(self, slots: Slots, apart: Apart | None) -> int:
+        """The expiry day of a segment for some blocks."""
+        with self._ledger.lock:
+            presence = self._ledger.presence
+            until_s = int(np.minimum(presence.until_s(slots), FOREVER_S).max())
+            if apart is not None:
+                keep_for_s = presence.keep_for_s.item(apart.heir)
+                touches = (pair for slot in slots.tolist() for pair in presence.touches(slot))
+                until_s = max(touch_s + keep_for_s for by_class, touch_s in touches if by_class == apart.heir)
+        return min(expiry_day(until_s), 2**32 - 1)
+
+    def _move(self, segment: Segment, slots: Slots, now_s: int, apart: Apart | None = None) -> int | None:
         """Copy blocks out of a victim; how many, or None if not all could be, so that it must stay."""
         self._ledger.segments.retire(segment)
         if not len(slots):
             return 0
+        day = self._day_of(slots, apart)
         with self._ledger.lock:
-            until_s = np.minimum(self._ledger.presence.until_s(slots), FOREVER_S)
-            day = min(expiry_day(int(until_s.max())), 2**32 - 1)
             slots = slots[np.argsort(self._ledger.presence.places[slots])]
             places = [place for slot in slots.tolist() if (place := self._ledger.place(slot)) is not None]
         copies: list[_Copy] = []
         for at in in_chain_order([_links(place) for place in places]):
             place = places[at]
             try:
-                copied = self._copy(place, day, now_s)
+                copied = self._copy(place, day, now_s, apart)
             except OSError as error:
                 self._ledger.counters.write_errors += 1
                 log.error("block_not_moved segment=%d problem=%r", segment.number, error)
@@ -426,7 +464,7 @@ class Reclaimer:
             copies.extend(copied)
         return self._switch(copies, now_s)
 
-    def _copy(self, place: Place, day: int, now_s: int) -> list[_Copy] | None:
+    def _copy(self, place: Place, day: int, now_s: int, apart: Apart | None) -> list[_Copy] | None:
         """Append one record's copy elsewhere; empty if it was gone or damaged, None if there is no room."""
         segment = place.segment
         with self._ledger.lock:
@@ -442,7 +480,12 @@ class Reclaimer:
             self._ledger.quarantine([place], now_s)
             return []
         header, stored = as_written_again(header, payload, touches, now_s, self._rules())
-        target = self._target(segment.header.class_byte, day, header, now_s)
+        class_byte = segment.header.class_byte
+        if apart is not None:
+            class_byte = apart.heir
+            touches = tuple(pair for pair in touches if pair[0] != apart.class_byte)
+            header = replace(header, class_byte=class_byte)
+        target = self._target(class_byte, day, header, now_s)
         if target is None:
             return None
         fresh = replace(

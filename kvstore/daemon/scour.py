@@ -1,8 +1,8 @@
 """Erasing: what was purged leaves no byte behind, and a raw scan that proves it.
 
-Owns the search through segment files for records of given spaces or keys, living or dead, of this life of the file or
-an earlier one, and their erasure. Does not believe the index, and does not know who asks. Invariants: nothing is
-appended, moved or recycled in a segment while it is erased; an erased record keeps its length and its mark, so that
+Owns the search through segment files for records of given spaces, keys or classes, living or dead, of this life of the
+file or an earlier one, and their erasure. Does not believe the index, and does not know who asks. Invariants: nothing
+is appended, moved or recycled in a segment while it is erased; an erased record keeps its length and its mark, so that
 scans pass over it; bytes behind a segment's end belong to nobody and are erased whole, because a record of an earlier
 life may have lost its header there.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from kvstore.daemon.headers import headers_in, were_records
 from kvstore.daemon.ledger import Ledger
+from kvstore.daemon.presence import fingerprint_of
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, RECORD_MAGIC, Mark, MarkReason, RecordHeader
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Scanned, Segment
 from kvstore.keys import BlockKey, SpaceId
@@ -32,17 +33,37 @@ _READ_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """What is to leave no byte: everything of some spaces, or only these keys of theirs (``keys`` not None).
+    """What is to leave no byte: everything of some spaces (None: of all), or only these keys of theirs (``keys`` not
+    None), or only what names a class (``class_byte`` not None), as that which wrote it or used it.
 
-    ``until_s``: written then or earlier; later ones that are served are somebody's new blocks.
+    ``until_s``: written (or used by the class) then or earlier; later ones that are served are somebody's new blocks.
+    ``by_age``: the time is what condemns.
     """
 
-    spaces: frozenset[SpaceId]
+    spaces: frozenset[SpaceId] | None
     keys: frozenset[BlockKey] | None
     until_s: int
+    class_byte: int | None = None
+    by_age: bool = False
 
-    def names(self, space_id: SpaceId, key: BlockKey, written_s: int) -> bool:
-        return space_id in self.spaces and written_s <= self.until_s and (self.keys is None or key in self.keys)
+    def covers(self, space_id: SpaceId, key: BlockKey) -> bool:
+        """Whether it names a block, whenever that was written and by whomever; an erased record is none."""
+        if self.spaces is None and is_erased(key):
+            return False
+        return (self.spaces is None or space_id in self.spaces) and (self.keys is None or key in self.keys)
+
+    def names(self, header: RecordHeader, *, ever: bool = False) -> bool:
+        """Whether it names a record; ``ever``: whatever its time."""
+        if not self.covers(header.space_id, header.key):
+            return False
+        return self.dooms(header.class_byte, header.written_s, header.touches, ever=ever)
+
+    def dooms(self, class_byte: int, written_s: int, touches: Iterable[tuple[int, int]], *, ever: bool = False) -> bool:
+        """As ``names``, of a record that it covers."""
+        uses = [(class_byte, written_s), *(touches if self.class_byte is not None else ())]
+        return any(
+            (ever or when_s <= self.until_s) and self.class_byte in (None, by_class) for by_class, when_s in uses
+        )
 
 
 @dataclass(slots=True)
@@ -131,7 +152,7 @@ def _search_one(segment: Segment, condemned: Condemned) -> Scoured:
     for step in _records(segment):
         if step.header is None:
             found.unreadable += 1
-        elif _is_condemned(step.header, condemned):
+        elif condemned.names(step.header):
             found.living += step.mark is None
             found.dead += step.mark is not None
     found.stale = _stale(segment, condemned)
@@ -150,7 +171,9 @@ def _erase_one(
     for step in _records(segment):
         if step.header is None:
             found.unreadable += 1
-        elif _is_condemned(step.header, condemned) or _is_refuse(ledger, segment, step, condemned):
+        elif condemned.names(step.header) or _is_refuse(ledger, segment, step, condemned):
+            if step.mark is None and ledger.presence.is_held(fingerprint_of(step.header.key)):
+                continue  # came under a legal hold meanwhile: the raw scan tells
             found.living += step.mark is None
             found.dead += step.mark is not None
             if step.mark is None:
@@ -171,7 +194,7 @@ def _is_refuse(ledger: Ledger, segment: Segment, step: Scanned, condemned: Conde
     deleted, or no row names it. It was written when the clock was ahead.
     """
     header = step.header
-    if header is None or not condemned.names(header.space_id, header.key, 0):
+    if header is None or condemned.by_age or not condemned.names(header, ever=True):
         return False
     return step.mark is not None or not _is_named(ledger, segment, header)
 
@@ -199,10 +222,6 @@ def _renew_index(ledger: Ledger) -> None:
     raise OSError(errno.EBUSY, "the index could not be written anew")
 
 
-def _is_condemned(header: RecordHeader, condemned: Condemned) -> bool:
-    return condemned.names(header.space_id, header.key, header.written_s)
-
-
 def _records(segment: Segment) -> Iterator[Scanned]:
     """Every record of the segment's present life."""
     end = segment.end
@@ -218,7 +237,12 @@ def _records(segment: Segment) -> Iterator[Scanned]:
 def _stale(segment: Segment, condemned: Condemned) -> int:
     """Condemned headers behind the segment's end."""
     return sum(
-        condemned.names(SpaceId(header["space"].tobytes()), BlockKey(header["key"].tobytes()), int(header["written_s"]))
+        condemned.covers(SpaceId(header["space"].tobytes()), BlockKey(header["key"].tobytes()))
+        and condemned.dooms(
+            int(header["class_byte"]),
+            int(header["written_s"]),
+            zip(header["touch_class"].tolist(), header["touch_s"].tolist(), strict=True),
+        )
         for header in stale_headers(segment)
     )
 

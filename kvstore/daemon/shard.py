@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,14 @@ import numpy.typing as npt
 from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.daemon.bounds import Bounds
 from kvstore.daemon.cipher import UNKNOWN_SLOT, Ciphers, KeyMissing
+from kvstore.daemon.claims import take_away
 from kvstore.daemon.codec import Codec, decompress, is_encrypted, packing_of, with_slot
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
 from kvstore.daemon.confirmations import Confirmations
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
-from kvstore.daemon.fingerprints import Slots, Words
+from kvstore.daemon.fingerprints import Words
 from kvstore.daemon.index import Index
 from kvstore.daemon.ingest import Ingest
 from kvstore.daemon.intake import SelectiveWriter
@@ -46,7 +48,7 @@ from kvstore.daemon.presence import (
     fingerprint_of,
     key_words,
 )
-from kvstore.daemon.questions import scan, sight
+from kvstore.daemon.questions import alive_keys, payload_bytes_of, scan, sight, slots_in
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
 from kvstore.daemon.recovery import Recovered, recover_volume
@@ -394,12 +396,16 @@ class Shard:
             raise VolumeError(f"the deletion could not be made durable: {problem}")
         return len(doomed)
 
+    def disown(self, class_byte: int, spaces: Set[SpaceId] | None, now_s: int) -> int:
+        """Let a class have no claim on blocks that others use too; how many. Raises VolumeError."""
+        writing = partial(self._writing, threading.TIMEOUT_MAX)
+        return take_away(self._ledger, self._reclaimer, writing, class_byte, spaces, now_s)
+
     def erase(self, condemned: Condemned, now_s: int, *, overwrite: bool) -> tuple[Scoured, set[BlockKey]]:
         """Leave no byte of what is condemned: what was erased, and its keys. Raises VolumeError."""
         try:
-            return erase(
-                self._ledger, lambda: self._writing(threading.TIMEOUT_MAX), condemned, now_s, overwrite=overwrite
-            )
+            writing = partial(self._writing, threading.TIMEOUT_MAX)
+            return erase(self._ledger, writing, condemned, now_s, overwrite=overwrite)
         except OSError as error:
             raise VolumeError(f"{self.volume.path} could not be erased: {error}") from error
 
@@ -425,25 +431,11 @@ class Shard:
 
     def alive_keys(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: float) -> list[BlockKey]:
         """Those of the keys that are served now."""
-        distinct = list(dict.fromkeys(keys))
-        with self._ledger.lock:
-            slots = self._slots_in(space_id, distinct)
-            alive = (slots >= 0) & self._ledger.presence.alive(slots, now_s)
-        return [key for key, ok in zip(distinct, alive.tolist(), strict=True) if ok]
+        return alive_keys(self._ledger, space_id, keys, now_s)
 
     def payload_bytes_of(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> int:
         """Payload bytes of those of the keys that are stored, each once."""
-        distinct = list(dict.fromkeys(keys))
-        with self._ledger.lock:
-            presence = self._ledger.presence
-            slots = self._slots_in(space_id, distinct)
-            return int(presence.shapes.payload_bytes[presence.shape_of(slots[slots >= 0])].sum(dtype=np.int64))
-
-    def _slots_in(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> Slots:
-        """Slots of keys in a space, -1 for others; the keys are believed by their fingerprints."""
-        words = key_words(b"".join(keys))
-        slots = self._ledger.presence.slots(words)
-        return np.where(self._ledger.presence.matches(slots, words, space_id, None), slots, -1)
+        return payload_bytes_of(self._ledger, space_id, keys)
 
     def set_pins(self, pins: Pins, holds: Pins) -> None:
         """Replace all pins: ends by (space id, key). ``holds``: those that are legal holds, a maximum age or not."""
@@ -452,7 +444,7 @@ class Shard:
             self._ledger.presence.unpin_all()
             self._ledger.presence.set_holds({fingerprint_of(key): until_s for (_, key), until_s in holds.items()})
             for (space_id, key), until_s in pins.items():
-                slot = int(self._slots_in(space_id, [key])[0])
+                slot = int(slots_in(self._ledger, space_id, [key])[0])
                 if slot >= 0:
                     self._ledger.presence.pin(slot, until_s)
 
@@ -674,7 +666,7 @@ class Shard:
                 for slot in self._ledger.presence.in_space(space_id).tolist():
                     wanted[slot] = set()
             else:
-                for slot, key in zip(self._slots_in(space_id, keys).tolist(), keys, strict=True):
+                for slot, key in zip(slots_in(self._ledger, space_id, keys).tolist(), keys, strict=True):
                     wanted[slot].add(key)
             places = [
                 (place, any_of) for slot, any_of in wanted.items() if slot >= 0 and (place := self._ledger.place(slot))
