@@ -119,12 +119,12 @@ class Ground:
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @contextmanager
-    def store(self, name: str, capacity_bytes: int) -> Iterator[Filled]:
+    def store(self, name: str, capacity_bytes: int, page_cache: str = "keep") -> Iterator[Filled]:
         """A fresh daemon, ended and its folder removed when the cases that need it are over."""
         folder = self.folder / name
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            process = StoreProcess.start(folder, capacity_bytes)
+            process = StoreProcess.start(folder, capacity_bytes, page_cache)
             stack.callback(process.end)
             filled = self.attach(stack, process)
             yield filled

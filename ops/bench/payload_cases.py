@@ -218,10 +218,19 @@ def _put_bars(size: int, batch: int, network: bool, disk: bool) -> tuple[Bar, ..
 
 
 def cold_cases(ground: Ground) -> Generator[Case]:
+    """Gets of what no page cache holds: from a daemon that reads through it, and from one that goes around it."""
+    for name, page_cache in (("get cold", "keep"), ("get cold, bypass", "bypass")):
+        with _cold_case(ground, name, page_cache) as case:
+            yield case
+
+
+@contextmanager
+def _cold_case(ground: Ground, name: str, page_cache: str) -> Iterator[Case]:
     """A batch of 1 MiB blocks whose pages were dropped from the cache, beside O_DIRECT reads, ours and fio's."""
     size, batch = MIB, ground.settings.batch
     with ExitStack() as stack:
-        store = stack.enter_context(ground.store("cold", max(READ_CAPACITY_FACTOR * size * batch, 64 * MIB)))
+        capacity_bytes = max(READ_CAPACITY_FACTOR * size * batch, 64 * MIB)
+        store = stack.enter_context(ground.store("cold", capacity_bytes, page_cache))
         chain = ground.fill(store, size, batch)
         views = Buffers(size, batch).views
         client = Client(store, store.client, views, ground)
@@ -249,7 +258,7 @@ def cold_cases(ground: Ground) -> Generator[Case]:
         if share < DEVICE_SHARE_MIN:
             note += ": NOT COLD, the cache could not be dropped here"
         depth = f"{DIRECT_THREADS} reads of 1 MiB at a time by {' and '.join(one.name for one in contenders[1:])}"
-        yield Case("get cold", "B", tuple(contenders), (bar,), size, batch, (note, depth))
+        yield Case(name, "B", tuple(contenders), (bar,), size, batch, (note, depth))
 
 
 def _device_share(store: Filled, once: Callable[[], None], chill: Callable[[], None], amount: int) -> float:

@@ -22,16 +22,17 @@ START_S = 120.0
 class StoreProcess:
     """One daemon. ``start`` makes it; it may be killed and started again on the same folder."""
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, page_cache: str = "keep") -> None:
         self.folder = folder
+        self._page_cache = page_cache
         self.capacity_bytes = capacity_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self.unix = ""
         self.tcp = ""
 
     @classmethod
-    def start(cls, folder: Path, capacity_bytes: int) -> StoreProcess:
-        store = cls(folder, capacity_bytes)
+    def start(cls, folder: Path, capacity_bytes: int, page_cache: str = "keep") -> StoreProcess:
+        store = cls(folder, capacity_bytes, page_cache)
         store.begin()
         return store
 
@@ -40,7 +41,7 @@ class StoreProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "ops.cli", "store", "serve", "--data", str(self.folder / "data")]
         command += ["--capacity", f"{self.capacity_bytes}B", "--listen", "127.0.0.1:0", "--admin", "off"]
-        command += ["--unix", str(self.folder / "s")]
+        command += ["--unix", str(self.folder / "s"), "--page-cache", self._page_cache]
         log = self.folder / "log"
         began_s = time.perf_counter()
         with log.open("ab") as errors:

@@ -34,7 +34,7 @@ CASES: dict[str, set[str]] = {
     "get": {"get same host", "get network"},
     "put": {"put os same host", "put os same host, in place", "put os network"},
     "disk": {"put disk"},
-    "cold": {"get cold"},
+    "cold": {"get cold", "get cold, bypass"},
     "beside": {"look-up beside 2 readers", "2 readers beside look-ups"},
     "mixed": {"mixed 90% reads", "mixed 50% reads"},
     "lookup": {"look-up present", "look-up absent"},
