@@ -38,7 +38,7 @@ from kvstore.daemon.index import (
 from kvstore.daemon.ingest import Ingest
 from kvstore.daemon.presence import PresenceMap, digest_words, fingerprint_of, fingerprints_in, key_words
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, Mark, MarkReason, RecordHeader
-from kvstore.daemon.segment import Segment
+from kvstore.daemon.segment import FREE, Segment
 from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.tallies import Counters
 from kvstore.daemon.tombstones import Tombstone
@@ -252,11 +252,11 @@ class Ledger:
             taken.leases.clear()
 
     def place(self, slot: int) -> Place | None:
-        """Place of a row, unleased; None if its segment is gone."""
+        """Place of a row, unleased; None if its segment is gone, or its life has ended."""
         presence = self.presence
         row = presence.row(slot)
         segment = self.segments.segments.get(row.segment)
-        if segment is None:
+        if segment is None or segment.header.class_byte == FREE:
             return None
         return Place(
             segment,
@@ -397,11 +397,12 @@ class Ledger:
         one, the next start then looks through it, rather than leave records in it that nobody knows of.
         """
         extents = {recycled.number: Extent(recycled.header.generation, recycled.end)} if recycled is not None else {}
+        fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
         with self.lock:
-            fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
-            self.presence.remove(slots)
             forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
-            blocks = len(self.presence)
+        with self.lock:  # whoever waits for it need not wait for both
+            self.presence.remove(slots)
+        blocks = len(self.presence)
         made = [Tombstone(reason, when_s) for reason in range(int(reasons.max(initial=0)) + 1)]
         tombstones: dict[int, Tombstone | None] = {
             fingerprint: made[reason]
@@ -555,7 +556,8 @@ class Ledger:
         blocks = 0
         extents: dict[int, Extent] = {}
         for segment in list(self.segments.segments.values()):
-            slots = self.presence.in_segment(segment.number)
+            is_over = segment.header.class_byte == FREE  # then its rows are on their way out
+            slots = self.presence.in_segment(segment.number)[: 0 if is_over else None]
             extents[segment.number] = Extent(segment.header.generation, self._end_of(slots))
             for begin in range(0, len(slots), _PAGE):
                 page = slots[begin : begin + _PAGE]

@@ -461,10 +461,12 @@ class PresenceMap:
 
     def lapse(self, slots: Slots) -> None:
         """Let rows be as if nobody had ever touched or pinned them."""
-        for slot in slots.tolist():
-            self._set_touches(slot, ((self._class.item(slot), 0),))
+        self._touch_s[slots] = 0
+        for slot in slots[(self._units[slots] & _MORE) != 0].tolist():
+            self._touches.pop(slot, None)
             self._pins_s.pop(slot, None)
-            self._holdings.doubt(self.places.item(slot) >> int(_PLACE_BITS))
+        for number in np.unique(self.segments_of(slots)).tolist():
+            self._holdings.doubt(number)
 
     def worth_touching(self, slots: Slots, class_byte: int, now_s: int) -> Slots:
         """Those whose row ``touch`` may change: for hot blocks none, found without a step for each."""

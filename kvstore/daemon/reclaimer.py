@@ -1,6 +1,7 @@
 """Making room: carries out what ``reclaim`` chooses, and the sweep of expired blocks.
 
 Owns recycling and moving of records. Does not decide the order. Invariants: runs only under the shard's writer lock;
+what only reads the map holds the ledger's journal, under which nothing changes, and no look-up waits for it;
 a victim is recycled only after its survivors' copies are durable and known; one segment that cannot be recycled is
 passed over; one whose class has a maximum age is free again only after its bytes were erased.
 """
@@ -8,6 +9,7 @@ passed over; one whose class has a maximum age is free again only after its byte
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,6 +33,7 @@ from kvstore.daemon.record import (
     RecordHeader,
     encode_header,
 )
+from kvstore.daemon.releases import Releases
 from kvstore.daemon.scour import erase_all_but
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.daemon.tallies import effects_of, merge_effects
@@ -42,6 +45,9 @@ from kvstore.traffic import ClassRules
 
 PACK_BYTES = 32 * MIB
 """Of cold blocks, written again under one hold of the writer's lock: a twentieth of a second."""
+
+BREATH_S = 0.0003
+"""Between two parts of a segment that a put waits for: whoever looks something up goes first."""
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +88,7 @@ class Reclaimer:
         self._ledger = ledger
         self._rules = rules
         self._overwrite = overwrite
+        self._releases = Releases(ledger)
         self._stiff: set[int] = set()
         """Generations of segments whose blocks do not shrink."""
         self.blocks_max = blocks_max(index_budget_bytes)
@@ -164,7 +171,7 @@ class Reclaimer:
     def usages(self, now_s: int) -> list[SegmentUsage]:
         """What every segment holds that is not free."""
         aged = {rule.class_byte for rule in self._rules().rules if rule.max_age_s}
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             holdings = presence.holdings(now_s)
             pinned = presence.pinned_slots(now_s)
@@ -195,7 +202,7 @@ class Reclaimer:
 
         Dead bytes alone (of deleted blocks) are left to eviction, which needs them only when the volume is full.
         """
-        with self._ledger.lock:
+        with self._ledger.journal:
             numbers = set(np.unique(self._ledger.presence.segments_of(self._expired(now_s))).tolist())
             ages = self._ledger.presence.ages
             return [
@@ -206,7 +213,7 @@ class Reclaimer:
 
     def plan_sweep(self, now_s: int) -> Swept:
         """What ``sweep_segment`` over all segments would do."""
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             plan = Swept(removed=effects_of(presence, self._expired(now_s)))
             for usage in self.due(now_s):
@@ -228,7 +235,7 @@ class Reclaimer:
         if segment is None or usage is None:
             return
         expired = self._expired_in(segment, now_s)
-        with self._ledger.lock:
+        with self._ledger.journal:
             effects = effects_of(self._ledger.presence, expired)
         action = sweep_action(usage, now_s)
         if action is Action.MOVE_ALIVE:
@@ -250,7 +257,7 @@ class Reclaimer:
         rules, segments = self._rules(), self._ledger.segments.segments
         if not any(rule.compress_after_s for rule in rules.rules):
             return None
-        with self._ledger.lock:
+        with self._ledger.journal:
             used_s = self._ledger.presence.last_uses()
             usages = [usage for usage in self.usages(now_s) if usage.segment in used_s and not usage.busy]
         self._stiff &= {segment.header.generation for segment in segments.values()}
@@ -271,7 +278,7 @@ class Reclaimer:
         if segment.header.generation != generation:
             return False
         slots = self._alive_in(segment, now_s)
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             slots = slots[np.argsort(presence.places[slots])]
             count = int(np.searchsorted(np.cumsum(presence.record_bytes_of(slots)), PACK_BYTES)) + 1
@@ -293,7 +300,7 @@ class Reclaimer:
             if segment.header.class_byte == apart.class_byte and self._has_max_age(segment):
                 break
             part = np.array([place.slot for place in places], dtype=np.int64)
-            with self._ledger.lock:
+            with self._ledger.journal:
                 sizes = self._ledger.presence.record_bytes_of(part)
             part = part[: int(np.searchsorted(np.cumsum(sizes), PACK_BYTES)) + 1]
             self.segment_for(apart.heir, self._day_of(part, apart), places[0].record_bytes, now_s)
@@ -307,7 +314,7 @@ class Reclaimer:
 
     def _shrinks(self, segment: Segment, now_s: int) -> bool:
         """Whether compressing its first uncompressed block pays: others of the class are much like it."""
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             slots = self._alive_in(segment, now_s)
             slots = slots[presence.shapes.codec[presence.shape_of(slots)] == Codec.NONE]
@@ -335,9 +342,12 @@ class Reclaimer:
     def _make_room(self, enough: Callable[[], bool], now_s: int, *, lossless: bool = False) -> bool:
         """Recycle victims until there is enough; False if everything that is left is protected or stuck."""
         passed_over: set[int] = set()
-        for _ in range(2 * len(self._ledger.segments.segments) + 2):
+        for _ in range(2 * len(self._ledger.segments.segments) + 3):
             if enough():
                 return True
+            if self._releases:
+                self._release_all()
+                continue
             usages = self.usages(now_s)
             marked = [usage._replace(busy=True) if usage.segment in passed_over else usage for usage in usages]
             step = choose_victim(marked, self._rules(), lossless=lossless)
@@ -353,16 +363,19 @@ class Reclaimer:
             slots = self._alive_in(segment, now_s, pinned_only=step.action is Action.MOVE_PINNED)
             if self._move(segment, slots, now_s) is None:
                 return False
-        return self._recycle(segment, now_s)
+        if not self._recycle(segment, now_s):
+            return False
+        self._release_all()
+        return True
 
     def _alive_in(self, segment: Segment, now_s: int, *, pinned_only: bool = False) -> Slots:
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             slots = presence.in_segment(segment.number)
             return slots[presence.pin_until_s(slots) > now_s if pinned_only else presence.alive(slots, now_s)]
 
     def _expired_in(self, segment: Segment, now_s: int) -> Slots:
-        with self._ledger.lock:
+        with self._ledger.journal:
             slots = self._ledger.presence.in_segment(segment.number)
             return slots[~self._ledger.presence.alive(slots, now_s)]
 
@@ -370,7 +383,7 @@ class Reclaimer:
         """Forget expired blocks of a segment that stays, and mark them, so that no rebuild brings them back. False if
         the disk did not take all marks.
         """
-        with self._ledger.lock:
+        with self._ledger.journal:
             slots = self._expired_in(segment, now_s).tolist()
             places = [place for slot in slots if (place := self._ledger.place(slot)) is not None]
         left = self._ledger.bury(places, Mark(MarkReason.EXPIRED, now_s))
@@ -381,7 +394,7 @@ class Reclaimer:
         """Of a segment past its maximum age that legal holds keep, leave what they hold and no other byte."""
         if segment.header.class_byte == FREE or segment.leases:
             return
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             if not presence.ages.is_over(segment.number, now_s):
                 return
@@ -400,38 +413,26 @@ class Reclaimer:
         return rule is not None and rule.max_age_s > 0
 
     def _recycle(self, segment: Segment, now_s: int) -> bool:
-        """Back to the free list with whatever it holds. False if a reader came in between or the file refused."""
-        done = self._release(segment, now_s)
-        self.clean()
-        return done
+        """Back to the free list with whatever it holds, part by part (``release_part``). False if a reader came in
+        between or the file refused.
+        """
+        return self._releases.begin(segment, now_s, erase=self._has_max_age(segment))
 
-    def _release(self, segment: Segment, now_s: int) -> bool:
-        """As ``_recycle``, but nothing is erased yet."""
-        with self._ledger.journal:
-            slots = self._ledger.presence.in_segment(segment.number)
-            described = self._ledger.describe(slots)
-            with self._ledger.lock:
-                if segment.leases:
-                    return False
-                alive = self._ledger.presence.alive(slots, now_s)
-                try:
-                    self._ledger.segments.release(segment, now_s, erase=self._has_max_age(segment))
-                except OSError as error:
-                    self._ledger.counters.write_errors += 1
-                    log.error("segment_not_recycled segment=%d problem=%r", segment.number, error)
-                    return False
-                reasons = np.where(alive, np.uint8(Presence.EVICTED), np.uint8(Presence.EXPIRED))
-                dropped = self._ledger.drop(slots, reasons, now_s, segment)
-            self._ledger.record(dropped, described, reasons, now_s)
-            counters = self._ledger.counters
-            counters.evicted += int(alive.sum())
-            counters.expired += len(slots) - int(alive.sum())
-            counters.segments_recycled += 1
+    def release_part(self) -> bool:
+        """Let some rows of recycled segments go; whether there are more. The writer's lock may be let go in between."""
+        if self._releases.step():
             return True
+        self.clean()
+        return False
+
+    def _release_all(self) -> None:
+        """For who needs the room now: look-ups come in between, writers do not."""
+        while self.release_part():
+            time.sleep(BREATH_S)
 
     def _day_of(self, slots: Slots, apart: Apart | None) -> int:
         """The expiry day of a segment for some blocks."""
-        with self._ledger.lock:
+        with self._ledger.journal:
             presence = self._ledger.presence
             until_s = int(np.minimum(presence.until_s(slots), FOREVER_S).max())
             if apart is not None:
@@ -446,7 +447,7 @@ class Reclaimer:
         if not len(slots):
             return 0
         day = self._day_of(slots, apart)
-        with self._ledger.lock:
+        with self._ledger.journal:
             slots = slots[np.argsort(self._ledger.presence.places[slots])]
             places = [place for slot in slots.tolist() if (place := self._ledger.place(slot)) is not None]
         copies: list[_Copy] = []

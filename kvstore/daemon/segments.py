@@ -183,8 +183,8 @@ class SegmentSet:
         if self.opened.get(key) == segment.number:
             del self.opened[key]
 
-    def release(self, segment: Segment, now_s: int, *, erase: bool = False) -> None:
-        """Recycle: a new generation, then back to the free list. Raises OSError; the old content then stays valid.
+    def end(self, segment: Segment, now_s: int, *, erase: bool = False) -> None:
+        """End a life by a new generation; ``put_back`` makes it free. Raises OSError; the old content then stays valid.
 
         ``erase``: not before ``clean`` has left no byte of what it held; the segment remembers that across a restart.
         """
@@ -194,7 +194,11 @@ class SegmentSet:
         segment.reformat(header)
         if self.opened.get(key) == segment.number:
             del self.opened[key]
-        (self.unclean if erase else self.free).append(segment.number)
+
+    def put_back(self, segment: Segment) -> None:
+        """Free, or to be cleaned, is a segment whose life has ended, unless its file was let go meanwhile."""
+        if self.segments.get(segment.number) is segment:
+            (self.unclean if segment.header.day == UNCLEAN else self.free).append(segment.number)
 
     def clean(self, *, overwrite: bool) -> None:
         """Erase what segments held that were released for it; one whose disk refuses stays for the next time."""

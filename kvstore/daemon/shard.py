@@ -57,6 +57,7 @@ from kvstore.daemon.scrubber import Scrubber
 from kvstore.daemon.sealing import Sealer
 from kvstore.daemon.segment import Segment
 from kvstore.daemon.segments import SegmentSet
+from kvstore.daemon.sweeping import sweep_round
 from kvstore.daemon.tallies import Counters, account_of, effects_of
 from kvstore.daemon.terms import Terms
 from kvstore.daemon.volume import INGEST_NAME, SCRUB_NAME, Volume, VolumeLayout
@@ -445,7 +446,7 @@ class Shard:
             self._ledger.presence.set_holds({fingerprint_of(key): until_s for (_, key), until_s in holds.items()})
             for (space_id, key), until_s in pins.items():
                 slot = int(slots_in(self._ledger, space_id, [key])[0])
-                if slot >= 0:
+                if slot >= 0 and self._ledger.place(slot) is not None:
                     self._ledger.presence.pin(slot, until_s)
 
     def plan_rules(self, rules: ClassRules, now_s: float) -> tuple[ClassEffect, ...]:
@@ -476,33 +477,14 @@ class Shard:
             self._ledger.presence.set_rules(Terms.of(rules))
 
     def sweep(self, now_s: int, *, apply: bool) -> Swept:
-        """Drop what expired, segment by segment, letting writers in between; or say what would be dropped."""
+        """Drop what expired, letting others in between (``sweep_round``); or say what would be dropped."""
         if not apply:
             return self._reclaimer.plan_sweep(now_s)
-        swept = Swept()
-        with self._writing(threading.TIMEOUT_MAX):
-            self._ledger.segments.retry_failed()
-            self._reclaimer.clean()
-            self._reclaimer.drop_vanished(now_s)
-            numbers = [usage.segment for usage in self._reclaimer.due(now_s)]
-        for number in numbers:
-            with self._writing(threading.TIMEOUT_MAX):
-                self._reclaimer.sweep_segment(number, now_s, swept)
-        self._pack(now_s, swept)
+        swept = sweep_round(self._ledger, self._reclaimer, self._writing, now_s)
         self.condition.keep_books(now_s)
         self._ledger.compact_if_due()
         self._ledger.ingest.save(self._parts.volume.path / INGEST_NAME)
         return swept
-
-    def _pack(self, now_s: int, swept: Swept) -> None:
-        """Compress the coldest segment, if there is one: a sweep's work is bounded, and writers come in between."""
-        with self._writing(threading.TIMEOUT_MAX):
-            segment = self._reclaimer.coldest(now_s)
-            generation = segment.header.generation if segment is not None else 0
-        more = segment is not None
-        while more and segment is not None:
-            with self._writing(threading.TIMEOUT_MAX):
-                more = self._reclaimer.pack_part(segment, generation, now_s, swept)
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Gauges and counters as numbers; ``by_class`` and ``by_space`` count served blocks and payload bytes."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.daemon.fingerprints import Slots
 from kvstore.daemon.presence import PresenceMap
-from kvstore.daemon.segment import Segment
+from kvstore.daemon.segment import FREE, Segment
 from kvstore.keys import SpaceId
 from kvstore.store import ClassEffect
 from kvstore.traffic import ClassRules
@@ -109,8 +109,13 @@ def by_space(effects: Sequence[ClassEffect]) -> dict[str, int]:
 
 
 def account_of(presence: PresenceMap, segments: Collection[Segment]) -> dict[str, int]:
-    """Bytes of all segments: live records, dead bytes, free bytes, first pages; they add up to the files' sizes."""
-    sizes = presence.record_bytes_of(presence.used())
+    """Bytes of all segments: live records, dead bytes, free bytes, first pages; they add up to the files' sizes.
+
+    Rows of a segment whose life has ended are on their way out, and have no bytes.
+    """
+    over = [segment.number for segment in segments if segment.header.class_byte == FREE]
+    slots = presence.used()
+    sizes = presence.record_bytes_of(slots[~np.isin(presence.segments_of(slots), over)])
     used = sum(segment.end - 4096 for segment in segments)
     total = sum(segment.header.segment_bytes for segment in segments)
     live = int(sizes.sum())
