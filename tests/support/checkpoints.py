@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(intermediate_size=128, num_hidden_layers=3, num_key_value_heads=2, **_COMMON))
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    sizes = {"intermediate_size": 128, "num_hidden_layers": 3, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**_COMMON, **sizes, **changes}))
 
 
-def tiny_gemma3(window: int = 24, layers: int = 6) -> Gemma3ForCausalLM:
+def tiny_gemma3(window: int = 24, layers: int = 6, **changes: Any) -> Gemma3ForCausalLM:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3)
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
@@ -72,12 +74,12 @@ def tiny_gemma3(window: int = 24, layers: int = 6) -> Gemma3ForCausalLM:
             sliding_window=window,
             query_pre_attn_scalar=16,
             layer_types=kinds,
-            **_COMMON,
+            **{**_COMMON, **changes},
         )
     )
 
 
-def tiny_gemma2(window: int = 24) -> Gemma2ForCausalLM:
+def tiny_gemma2(window: int = 24, **changes: Any) -> Gemma2ForCausalLM:
     return Gemma2ForCausalLM(
         Gemma2Config(
             intermediate_size=128,
@@ -88,12 +90,12 @@ def tiny_gemma2(window: int = 24) -> Gemma2ForCausalLM:
             attn_logit_softcapping=20.0,
             final_logit_softcapping=10.0,
             layer_types=["sliding_attention", "full_attention"] * 2,
-            **_COMMON,
+            **{**_COMMON, **changes},
         )
     )
 
 
-def tiny_gptoss(window: int = 16, layers: int = 4) -> GptOssForCausalLM:
+def tiny_gptoss(window: int = 16, layers: int = 4, **changes: Any) -> GptOssForCausalLM:
     model = GptOssForCausalLM(
         GptOssConfig(
             intermediate_size=64,
@@ -104,7 +106,7 @@ def tiny_gptoss(window: int = 16, layers: int = 4) -> GptOssForCausalLM:
             sliding_window=window,
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
-            **_COMMON,
+            **{**_COMMON, **changes},
         )
     )
     with torch.no_grad():
@@ -114,7 +116,7 @@ def tiny_gptoss(window: int = 16, layers: int = 4) -> GptOssForCausalLM:
     return model
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": tiny_llama,
     "gemma3": tiny_gemma3,
     "gemma2": tiny_gemma2,
@@ -123,11 +125,14 @@ MAKERS = {
 """Every shape by name, with small windows (16..24) that tests can cross."""
 
 
-def make_checkpoint(kind: str, directory: Path, seed: int = 0) -> Path:
-    """Save a random checkpoint of ``kind`` with its tokenizer into ``directory``; equal seeds give equal weights."""
+def make_checkpoint(kind: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
+    """Save a random checkpoint of ``kind`` with its tokenizer into ``directory``; equal seeds give equal weights.
+
+    ``changes``: of the model's configuration, such as ``head_dim=32``, the least that vLLM computes on a CPU.
+    """
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = MAKERS[kind]()
+    model = MAKERS[kind](**changes)
     _sharpen(model)
     torch.random.set_rng_state(state)
     model.save_pretrained(directory)
