@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import SpaceUnknown, StoreError, Unauthorized
 from kvstore.keys import BlockName, StateName
 from kvstore.limits import BATCH_BLOCKS_MAX
-from kvstore.store import BlockPut, PutOutcome, Store
+from kvstore.store import BlockPut, Buffer, PutOutcome, Store
 from kvstore.traffic import TrafficClass
 from workers.spaces import Spaces, TenantSpace
 
@@ -86,7 +86,7 @@ class _Block:
 class _State:
     ticket: Ticket
     name: StateName
-    payload: bytes
+    payload: Buffer
     flags: int
 
     @property
@@ -153,11 +153,11 @@ class Publisher:
         """The account of one request's offers."""
         return Ticket(space, traffic_class)
 
-    def offer_block(self, ticket: Ticket, name: BlockName, tokens: int, payload: bytearray, flags: int) -> bool:
+    def offer_block(self, ticket: Ticket, name: BlockName, tokens: int, payload: Buffer, flags: int) -> bool:
         """Queue one block. Owns ``payload`` from now on. False: shed."""
         return self._offer(_Block(ticket, BlockPut(name, tokens, payload, flags)))
 
-    def offer_state(self, ticket: Ticket, name: StateName, payload: bytes, flags: int) -> bool:
+    def offer_state(self, ticket: Ticket, name: StateName, payload: Buffer, flags: int) -> bool:
         """Queue a state. False: shed."""
         return self._offer(_State(ticket, name, payload, flags))
 

@@ -23,7 +23,7 @@ from kvstore.client import StoreClient
 from kvstore.errors import DeadlineExceeded, SpaceUnknown, StoreError
 from kvstore.framing import parse_address
 from kvstore.keys import BlockName, Space, tenant_salt
-from kvstore.limits import GIB, MIB
+from kvstore.limits import GIB, MIB, PAYLOAD_BYTES_MAX
 from kvstore.store import BlockPut, GetStatus, Lookup, PutOutcome, Store
 from kvstore.traffic import BUILT_IN_NAMES, CHAT, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
 from kvstore.units import parse_bytes
@@ -230,6 +230,12 @@ class Attachment:
     def ticket(self, space: TenantSpace, traffic_class: TrafficClass) -> Ticket:
         """The account of what one request offers to ``publisher``, whose queue sheds what does not fit."""
         return self.publisher.ticket(space, traffic_class)
+
+    def memory(self, size: int) -> memoryview:
+        """Memory to make payloads in: what is put from there, a node on this host takes without a copy."""
+        if isinstance(self.store, StoreClient) and size <= PAYLOAD_BYTES_MAX:
+            return self.store.reserve([size]).views[0]
+        return memoryview(bytearray(size))
 
     def declines(self, found: Lookup, tokens: int) -> bool:
         """Whether loading what was found would take longer than computing its ``tokens``."""

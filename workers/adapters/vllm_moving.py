@@ -1,0 +1,195 @@
+"""A worker's half of the vLLM connector: bytes between its pages and the store.
+
+Owns the loads under way and the copies that wait to be put. Does not know requests beyond their ids. Invariants: a page
+that is loaded is written only with verified bytes; a page that is saved was copied out before the next forward; loads
+that failed are told of, with the pages that hold nothing; what waits to be put is bounded, and more is shed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvstore.errors import StoreError
+from kvstore.keys import encode_space
+from kvstore.limits import MIB, PAYLOAD_BYTES_MAX, STATE_BYTES_MAX
+from kvstore.store import GetStatus
+from workers.adapters.attachment import Attachment, OptionError, Settings
+from workers.adapters.vllm_pages import Pages
+from workers.adapters.vllm_space import layout_of, make_space
+from workers.adapters.vllm_step import Move, Rank
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+BATCH_BYTES = 32 * MIB
+"""What a load or a save moves at a time."""
+
+
+class Moving:
+    """On the worker's thread, but for ``_load`` and ``_offer``."""
+
+    def __init__(self, settings: Settings, config: VllmConfig, caches: KVCacheConfig) -> None:
+        self._settings = settings
+        self._config = config
+        self._caches = caches
+        self._one_group = len(caches.kv_cache_groups) == 1
+        self._loads: dict[str, tuple[Move, Future[int]]] = {}
+        self._bad_pages: set[int] = set()
+        self._namer = ThreadPoolExecutor(1, "reprise-save")
+        self._lock = threading.Lock()
+        self._copied_bytes = 0
+        self.shed = 0
+
+    def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The KV memory is there: name it, and attach."""
+        self._pages = Pages.of(tensors, self._caches, self._config.cache_config.block_size)
+        if self._pages.block_bytes > PAYLOAD_BYTES_MAX:
+            raise OptionError(
+                f"--block-size: a block has {self._pages.block_bytes} bytes, more than {PAYLOAD_BYTES_MAX}"
+            )
+        layouts = {
+            layer.name: layout_of(self._config, layer.name, tuple(layer.pages.shape[1:]))
+            for layer in self._pages.blocks + self._pages.windows
+        }
+        self._space = make_space(self._config, self._caches, layouts, self._settings)
+        self._attached = Attachment.open(self._settings, self._space)
+
+    def introduce(self) -> Rank:
+        return Rank(encode_space(self._space))
+
+    def close(self) -> None:
+        """Put what was copied, for a while."""
+        self._namer.shutdown(wait=True)
+        log.info("reprise_worker", extra={"counts": self._attached.stats()})
+        self._attached.close(CLOSE_S)
+
+    # --- loads --------------------------------------------------------------------------------------------------------
+
+    def load(self, moves: Sequence[Move]) -> None:
+        """Begin loads; each fills pages that nobody reads before ``results`` names its request."""
+        for move in moves:
+            self._loads[move.request_id] = (
+                move,
+                self._attached.load_soon(partial(self._load, move)),
+            )
+
+    def results(self) -> KVConnectorTransferResults:
+        """The loads that ended since the last call."""
+        results = KVConnectorTransferResults()
+        for request_id in [name for name, (_, future) in self._loads.items() if future.done()]:
+            move, future = self._loads.pop(request_id)
+            results.finished_recving.add(request_id)
+            good = _blocks_loaded(future)
+            if good == len(move.blocks):
+                continue
+            if self._one_group:
+                self._bad_pages.update(move.tables[0][block] for block in move.blocks[good:])
+            else:
+                results.failed_recving.add(request_id)
+        return results
+
+    def take_bad_pages(self) -> set[int]:
+        """Pages that the loads of the last ``results`` left without their bytes."""
+        pages, self._bad_pages = self._bad_pages, set()
+        return pages
+
+    def _load(self, move: Move, left_s: float) -> int:
+        """How many of its blocks are in their pages, from the first on; of models with windows all or none."""
+        space = move.prefix.space_in(self._attached.spaces, self._space)
+        chain = move.prefix.chain_in(space)
+        at_once = max(1, BATCH_BYTES // self._pages.block_bytes)
+        memory = memoryview(bytearray(min(at_once, len(move.blocks)) * self._pages.block_bytes))
+        good = 0
+        while good < len(move.blocks):
+            blocks = move.blocks[good : good + at_once]
+            rows = [memory[at * self._pages.block_bytes :][: self._pages.block_bytes] for at in range(len(blocks))]
+            names = [chain.names[block] for block in blocks]
+            statuses = self._attached.load(space, names, rows, deadline_s=left_s)
+            whole = next((at for at, status in enumerate(statuses) if status != GetStatus.OK), len(statuses))
+            if whole:
+                self._pages.write_blocks(move.tables, blocks[:whole], memory[: whole * self._pages.block_bytes])
+            good += whole
+            if whole < len(blocks):
+                return good
+        if move.state:
+            try:
+                got = self._attached.store.get_state(
+                    space.id, chain.state_name(move.stop * space.space.block_tokens), deadline_s=left_s
+                )
+            except StoreError:
+                got = None
+            if got is None or not self._pages.write_state(move.tables, move.blocks[0], move.stop, got[0]):
+                return 0
+        return good
+
+    # --- saves --------------------------------------------------------------------------------------------------------
+
+    def save(self, moves: Sequence[Move]) -> None:
+        """Copy blocks out of their pages; they are named and put later, by other threads."""
+        at_once = max(1, BATCH_BYTES // self._pages.block_bytes)
+        for move in moves:
+            for first in range(0, len(move.blocks), at_once):
+                blocks = move.blocks[first : first + at_once]
+                memory = self._room(len(blocks) * self._pages.block_bytes)
+                if memory is not None:
+                    self._pages.read_blocks(move.tables, blocks, memory)
+                    self._later(move, blocks, memory)
+            if move.state:
+                self._save_state(move)
+
+    def _save_state(self, move: Move) -> None:
+        size = self._pages.state_bytes(move.stop)
+        if size > STATE_BYTES_MAX or not self._pages.has_state(move.tables, move.stop):
+            return
+        memory = self._room(size)
+        if memory is not None:
+            self._pages.read_state(move.tables, move.stop, memory)
+            self._later(move, None, memory)
+
+    def _room(self, size: int) -> memoryview | None:
+        """Memory for a copy; None where too much waits already."""
+        with self._lock:
+            if self._attached.publisher.queue_bytes + self._copied_bytes + size > self._settings.queue_bytes:
+                self.shed += 1
+                return None
+            self._copied_bytes += size
+        return self._attached.memory(size)
+
+    def _later(self, move: Move, blocks: Sequence[int] | None, memory: memoryview) -> None:
+        self._namer.submit(self._offer, move, blocks, memory)
+
+    def _offer(self, move: Move, blocks: Sequence[int] | None, memory: memoryview) -> None:
+        """Name what was copied, and queue it to be put. ``blocks``: None for a state."""
+        try:
+            space = move.prefix.space_in(self._attached.spaces, self._space)
+            chain = move.prefix.chain_in(space)
+            tokens, size = space.space.block_tokens, self._pages.block_bytes
+            publisher, ticket = self._attached.publisher, self._attached.ticket(space, move.prefix.terms.traffic_class)
+            if blocks is None:
+                publisher.offer_state(ticket, chain.state_name(move.stop * tokens), memory, 0)
+            for row, block in enumerate(blocks or ()):
+                publisher.offer_block(ticket, chain.names[block], tokens, memory[row * size : (row + 1) * size], 0)
+        finally:
+            with self._lock:
+                self._copied_bytes -= len(memory)
+
+
+def _blocks_loaded(future: Future[int]) -> int:
+    """Blocks that a load brought; none where it broke. The seam: no fault may leave a request waiting for its load."""
+    try:
+        return future.result()
+    except Exception:
+        log.exception("load_broke")
+        return 0

@@ -1,0 +1,275 @@
+"""The scheduler's half of the vLLM connector: what is stored of each request's prefix, what to load, what to save.
+
+Owns one entry for each request that may be cached, from its arrival to its end. Does not know tensors. Invariants: no
+method waits; what was found counts only where every rank has it; a request whose load failed is not looked up again;
+blocks are saved once all of their tokens are known and computed, so drafts that are rejected never are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from kvstore.keys import Attachment as Input
+from kvstore.keys import BlockName, Space, decode_space
+from kvstore.limits import LOOKUP_KEYS_MAX
+from kvstore.store import Presence
+from workers.adapters.attachment import Asked, Attachment, Settings
+from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
+from workers.adapters.vllm_step import Move, Prefix, Rank, Step
+from workers.spaces import TenantSpace
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+_INPUT_CONTEXT = "reprise-kv 2026 engine input digest"
+_SALT_CONTEXT = "reprise-kv 2026 engine salt digest"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What every rank has of one prefix: which blocks, and before which blocks the window.
+
+    ``names``: the blocks present, by rank. ``declined``: computing is faster than loading.
+    """
+
+    present: npt.NDArray[np.bool_]
+    states: frozenset[int] = frozenset()
+    names: tuple[tuple[TenantSpace, Sequence[BlockName]], ...] = ()
+    declined: bool = False
+
+    @property
+    def prefix_blocks(self) -> int:
+        return self.present.size if self.present.all() else int(self.present.argmin())
+
+    def usable(self, blocks_max: int, *, windows: bool) -> int:
+        """Blocks of the longest prefix that a request can go on from."""
+        whole = min(self.prefix_blocks, blocks_max)
+        if self.declined:
+            return 0
+        return max((at for at in self.states if at <= whole), default=0) if windows else whole
+
+
+NOTHING = Found(np.zeros(0, np.bool_))
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. ``first``: blocks that vLLM had itself when it asked; ``saved``: blocks that were offered or found.
+
+    ``state``: the latest boundary whose window was offered or found. ``failed``: a load of it did.
+    """
+
+    request: Request
+    prefix: Prefix
+    asked: Asked[Found] | None = None
+    found: Found = NOTHING
+    first: int = 0
+    loading: Move | None = None
+    failed: bool = False
+    saved: int = 0
+    state: int = 0
+
+
+class Scheduling:
+    """On the scheduler's thread, but for ``_find``."""
+
+    def __init__(self, settings: Settings, caches: KVCacheConfig, block_tokens: int) -> None:
+        self._settings = settings
+        self._block_tokens = block_tokens
+        window = max((window_of(spec) for _, spec in layer_specs(caches).values()), default=0)
+        self._window_blocks = max(-(-(window - 1) // block_tokens), 1) if window else 0
+        self._ranks: tuple[Space, ...] = ()
+        self._attached: Attachment | None = None
+        self._adapters = AdapterDigests()
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Move] = []
+
+    def meet(self, ranks: Sequence[KVConnectorHandshakeMetadata]) -> None:
+        """All workers are there, and said what their spaces are."""
+        self._ranks = tuple(decode_space(rank.space) for rank in ranks if isinstance(rank, Rank))
+        self._attached = Attachment.open(self._settings, self._ranks[0])
+
+    def close(self) -> None:
+        if self._attached is not None:
+            log.info("reprise_scheduler", extra={"counts": self._attached.stats()})
+            self._attached.close(CLOSE_S)
+
+    # --- one request, in the order in which vLLM calls ----------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """Begin to look it up; one that cannot be cached is not remembered."""
+        prefix = self._prefix_of(request)
+        if prefix is not None and self._attached is not None:
+            self._requests[request.request_id] = Tracked(request, prefix, self._ask(prefix))
+
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``computed`` that can be loaded; None: it is not known yet."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.failed or request.skip_reading_prefix_cache:
+            return 0, False
+        if tracked.asked is None:  # it was preempted and begins anew
+            tracked.asked = self._ask(replace(tracked.prefix, tokens=list(request.all_token_ids)))
+        if not tracked.asked.settled:
+            return None, False
+        tracked.found = tracked.asked.answer() or NOTHING
+        tracked.first = computed // self._block_tokens
+        # vLLM computes the last token in any case, which looks back a token further than a window that ends behind it
+        tokens_max = request.num_tokens - 1 if self._window_blocks else request.num_tokens
+        stop = tracked.found.usable(tokens_max // self._block_tokens, windows=self._window_blocks > 0)
+        return (stop * self._block_tokens - computed, True) if stop > tracked.first else (0, False)
+
+    def admit(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """It has pages now, and ``tokens`` are to be loaded. Called again, without any, once they are."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.asked is None:
+            return
+        tracked.asked = None
+        self._touch(tracked)
+        tracked.state = max(tracked.found.states, default=0)
+        if tokens > 0:
+            stop = tracked.first + tokens // self._block_tokens
+            move = self._move(
+                tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, stop in tracked.found.states
+            )
+            tracked.loading = move
+            self._loads.append(move)
+
+    def step(self, output: SchedulerOutput) -> Step:
+        """The loads that were admitted, and the blocks that this step completes."""
+        step, self._loads = Step(loads=self._loads), []
+        pages = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None or pages is None:
+                continue
+            before = tracked.request.num_computed_tokens
+            computed = min(before + scheduled, len(tracked.request.all_token_ids))
+            blocks, state = self._due(tracked, before, computed)
+            tables = pages.get_block_ids(request_id) if blocks or state else None
+            if tables is not None:
+                stop = computed // self._block_tokens
+                step.saves.append(self._move(tracked, tables, blocks, stop, state))
+        return step
+
+    def hear(self, output: KVConnectorOutput) -> None:
+        """Workers say which loads failed: those are computed, and offered again."""
+        done = output.finished_recving or set()
+        for request_id in done:
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.loading is None:
+                continue
+            move, tracked.loading = tracked.loading, None
+            bad = any(
+                output.invalid_block_ids.intersection(pages[block] for block in move.blocks) for pages in move.tables
+            )
+            if bad or request_id in output.failed_recving:
+                tracked.failed, tracked.found, tracked.saved, tracked.state = True, NOTHING, 0, 0
+
+    def leave(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _prefix_of(self, request: Request) -> Prefix | None:
+        """What names its blocks; None where something has no name that holds in another process."""
+        terms = self._settings.terms(request.kv_transfer_params)
+        tokens, lora = request.prompt_token_ids, request.lora_request
+        if terms is None or tokens is None or request.prompt_embeds is not None or request.resumable:
+            return None
+        adapter = self._adapters.of(lora.lora_path) if lora is not None else None
+        inputs = _inputs_of(request)
+        if (lora is not None and adapter is None) or inputs is None:
+            return None
+        return Prefix(list(tokens), inputs, terms, adapter)
+
+    def _ask(self, prefix: Prefix) -> Asked[Found]:
+        assert self._attached is not None
+        return self._attached.ask(lambda left_s: self._find(prefix, left_s))
+
+    def _find(self, prefix: Prefix, left_s: float) -> Found:
+        """Ask for every rank, on a thread that may wait. One that fails makes the whole a miss."""
+        attached = self._attached
+        assert attached is not None
+        present, states, names = None, None, []
+        declined = False
+        for base in self._ranks:
+            space = prefix.space_in(attached.spaces, base)
+            chain = prefix.chain_in(space)
+            mine = chain.names[:LOOKUP_KEYS_MAX]
+            found = attached.look_up(space, mine, states=self._window_blocks > 0, deadline_s=left_s)
+            if found is None:
+                return NOTHING
+            here = found.presence == int(Presence.PRESENT)
+            positions = frozenset(
+                entry.block_index + 1
+                for entry in found.states
+                if entry.tail_tokens == 0
+                and chain.state_name((entry.block_index + 1) * self._block_tokens).key == entry.key
+            )
+            present = here if present is None else present & here
+            states = positions if states is None else states & positions
+            names.append((space, mine[: found.prefix_blocks()]))
+            declined = declined or attached.declines(found, found.prefix_blocks() * self._block_tokens)
+        assert present is not None and states is not None
+        return Found(present, states, tuple(names), declined)
+
+    def _touch(self, tracked: Tracked) -> None:
+        """What is used counts as used, also where vLLM had it in memory."""
+        assert self._attached is not None
+        for space, names in tracked.found.names:
+            if names:
+                ticket = self._attached.ticket(space, tracked.prefix.terms.traffic_class)
+                self._attached.publisher.offer_touch(ticket, names)
+
+    def _due(self, tracked: Tracked, before: int, computed: int) -> tuple[list[int], bool]:
+        """Which blocks to save of a request that will be ``computed``, and whether the window behind them too.
+
+        Windows are kept where a prompt ends, and then once for each window that was generated.
+        """
+        stop, present = computed // self._block_tokens, tracked.found.present
+        blocks = [at for at in range(tracked.saved, stop) if not (at < present.size and present[at])]
+        tracked.saved = max(tracked.saved, stop)
+        if not self._window_blocks or stop <= tracked.state:
+            return blocks, False
+        prompt = tracked.request.num_prompt_tokens
+        due = before < prompt <= computed or (computed > prompt and stop - tracked.state >= self._window_blocks)
+        tracked.state = stop if due else tracked.state
+        return blocks, due
+
+    def _move(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], blocks: Sequence[int], stop: int, state: bool
+    ) -> Move:
+        tokens = tracked.request.all_token_ids[: stop * self._block_tokens]
+        prefix = replace(tracked.prefix, tokens=list(tokens))
+        return Move(
+            tracked.request.request_id, prefix, tuple(tuple(pages[:stop]) for pages in tables), blocks, stop, state
+        )
+
+
+def _inputs_of(request: Request) -> tuple[Input, ...] | None:
+    """Images and the like by their digests, and the salt; None where a digest is not one of the content."""
+    inputs = []
+    if request.cache_salt:
+        inputs.append(Input(0, blake3(request.cache_salt.encode(), derive_key_context=_SALT_CONTEXT).digest()))
+    for feature in request.mm_features:
+        name = feature.identifier
+        if len(name) < 64 or not all(character in "0123456789abcdef" for character in name[-64:]):
+            return None
+        digest = blake3(f"{feature.modality} {name}".encode(), derive_key_context=_INPUT_CONTEXT).digest()
+        inputs.append(Input(feature.mm_position.offset, digest))
+    return tuple(inputs)
