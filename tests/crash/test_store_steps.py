@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.fsck import check
@@ -15,54 +14,12 @@ from kvstore.limits import MIB
 from kvstore.store import AckLevel, GetStatus, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from tests.support.mortal import Killed, MortalFiles
 from tests.support.nodes import open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
 
-T = TypeVar("T")
 SIZE = 60_000
 CAPACITY_BYTES = 12 * MIB
-
-
-class Killed(BaseException):
-    """What no handler of the daemon catches."""
-
-
-class MortalFiles(Files):
-    """Real files until the ``last``-th operation that changes something: that one is not done, a write half done."""
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-        self.steps = 0
-
-    def open(self, path: Path, *, create: bool = False) -> int:
-        return self._step(lambda: super(MortalFiles, self).open(path, create=create)) if create else super().open(path)
-
-    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        def write_half() -> None:
-            data = b"".join(views)
-            super(MortalFiles, self).pwritev(fd, [memoryview(data)[: len(data) // 2 // 512 * 512]], offset)
-
-        return self._step(lambda: super(MortalFiles, self).pwritev(fd, views, offset), write_half)
-
-    def fdatasync(self, fd: int) -> None:
-        self._step(lambda: super(MortalFiles, self).fdatasync(fd))
-
-    def allocate(self, fd: int, count: int) -> bool:
-        return self._step(lambda: super(MortalFiles, self).allocate(fd, count))
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._step(lambda: super(MortalFiles, self).rename(source, target))
-
-    def unlink(self, path: Path) -> None:
-        self._step(lambda: super(MortalFiles, self).unlink(path))
-
-    def _step(self, do: Callable[[], T], do_half: Callable[[], None] | None = None) -> T:
-        self.steps += 1
-        if self.steps >= self.last:
-            if do_half is not None and self.steps == self.last:
-                do_half()
-            raise Killed
-        return do()
 
 
 class Life:
