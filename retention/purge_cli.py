@@ -91,7 +91,7 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
         deadline: DeadlineOption = "120s",
         as_json: JsonOption = False,
     ) -> None:
-        """Remove the blocks of a space, a tenant, a prefix, a class or an age for good.
+        """Remove blocks for good, by space, tenant, prefix, class or age.
 
         With a prefix goes all that extends it; states go with their blocks. Of a prefix by tokens or text the last
         whole block counts, and the blocks before it stay, unless --from-start. Blocks that other classes use, too, stay
