@@ -42,7 +42,7 @@ def store(
     groups: Annotated[
         str,
         typer.Option(
-            help="get, put, disk, cold, lookup, beside, mixed, restart, trace; comma-separated. [default: all]"
+            help="get, put, disk, cold, lookup, beside, mixed, restart, sweep, trace; comma-separated. [default: all]"
         ),
     ] = "",
     data: Annotated[
@@ -50,7 +50,7 @@ def store(
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, max=1440.0, help="Begin nothing after this time.")] = 20.0,
     blocks: Annotated[
-        int | None, typer.Option(min=1024, max=16_000_000, help="Blocks stored for look-ups and restarts.")
+        int | None, typer.Option(min=1024, max=16_000_000, help="Blocks stored for look-ups, restarts and sweeps.")
     ] = None,
     peers_python: Annotated[
         Path | None, typer.Option(help="Python that has ops/bench/requirements-peers.txt. [default: this one]")

@@ -19,7 +19,7 @@ from kvstore.client import StoreClient
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import BATCH_BLOCKS_MAX, GIB, KIB, MIB
 from kvstore.store import AckLevel, BlockPut, GetStatus, PutOutcome
-from kvstore.traffic import AGENT
+from kvstore.traffic import AGENT, TrafficClass
 from ops.bench.baselines import Buffers
 from ops.bench.blocks import SPACE, base_payload, differing, names_of, stamp
 from ops.bench.peers import Peer, Skipped, start
@@ -116,6 +116,8 @@ class Ground:
     skipped: list[Skipped] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    sweeps: dict[str, float] = field(default_factory=dict)
+    """What sweeps under measurement did."""
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @contextmanager
@@ -142,14 +144,16 @@ class Ground:
         """Leave a peer out from now on; it is ended with the others."""
         self.peers = [one for one in self.peers if one.name != peer]
 
-    def fill(self, store: Filled, size: int, count: int, seed: int = 0) -> list[BlockName]:
+    def fill(
+        self, store: Filled, size: int, count: int, seed: int = 0, *, traffic_class: TrafficClass = AGENT
+    ) -> list[BlockName]:
         """Store one chain of ``count`` blocks; its names."""
         names = names_of(store.space, seed or next(self.seeds), count)
         per_batch = min(max(FILL_BATCH_BYTES // size, 1), BATCH_BLOCKS_MAX, count)
         views = Buffers(size, per_batch, base_payload(size)).views
         for begin in range(0, count, per_batch):
             part = names[begin : begin + per_batch]
-            put(store.client, store.space, stamp(part, views[: len(part)]))
+            put(store.client, store.space, stamp(part, views[: len(part)]), traffic_class=traffic_class)
         return names
 
 
@@ -177,9 +181,16 @@ def ground(settings: Settings, parent: Path | None, progress: Progress) -> Itera
 # --- checked calls --------------------------------------------------------------------------------------------------
 
 
-def put(client: StoreClient, space: SpaceId, blocks: Sequence[BlockPut], ack: AckLevel = "os") -> None:
+def put(
+    client: StoreClient,
+    space: SpaceId,
+    blocks: Sequence[BlockPut],
+    ack: AckLevel = "os",
+    *,
+    traffic_class: TrafficClass = AGENT,
+) -> None:
     """Store new blocks. Raises BenchFailed unless each was stored."""
-    outcomes = client.put(space, blocks, traffic_class=AGENT, ack=ack, deadline_s=CALL_S_MAX)
+    outcomes = client.put(space, blocks, traffic_class=traffic_class, ack=ack, deadline_s=CALL_S_MAX)
     if set(outcomes) != {PutOutcome.STORED}:
         raise BenchFailed(f"puts ended {sorted({outcome.name for outcome in outcomes})}")
 

@@ -120,7 +120,7 @@ class Bar:
 class Case:
     """What is measured: ``contenders`` hold exactly one of kind ``store`` and at least one ``limit``.
 
-    ``unit``: what the amounts count, ``B`` or ``keys`` or ``starts``.
+    ``unit``: what the amounts count, ``B`` or ``keys`` or ``gets`` or ``starts``.
     """
 
     name: str

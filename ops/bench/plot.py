@@ -104,4 +104,6 @@ def speed_of(case: Measured) -> str:
     """The store's own rate in words."""
     if case.unit == "B":
         return f"{case.store.rate / GIGA:.2f} GB/s"
+    if case.unit == "gets":
+        return f"{case.store.rate:.0f} gets/s"
     return f"{case.store.rate / 1e6:.2f} M keys/s" if case.unit == "keys" else f"{1 / case.store.rate:.2f} s"

@@ -22,7 +22,7 @@ from typing import Any
 from kvstore.errors import StoreError
 from kvstore.limits import KIB, MIB
 from kvstore.units import parse_bytes, parse_duration_s
-from ops.bench import payload_cases, request_cases, soak, trace_cases
+from ops.bench import payload_cases, request_cases, soak, sweep_cases, trace_cases
 from ops.bench.bars import SOAK, Standing, small_blocks, standings
 from ops.bench.child import ChildFailed
 from ops.bench.ground import BenchFailed, Ground, Progress, Settings, ground, quick
@@ -31,7 +31,7 @@ from ops.bench.peers import PEERS
 from ops.bench.served import memory_bytes
 from retention.errors import TraceInvalid
 
-GROUPS = ("get", "put", "disk", "cold", "lookup", "beside", "mixed", "restart", "trace")
+GROUPS = ("get", "put", "disk", "cold", "lookup", "beside", "mixed", "restart", "sweep", "trace")
 SIZE_MIN, SIZE_MAX, PAGE_BYTES = 4 * KIB, 16 * MIB, 4 * KIB
 BUSY_LOAD = 0.5
 """Load average at the start above which a run says that its figures are low."""
@@ -54,6 +54,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    sweeps: dict[str, float] = field(default_factory=dict)
     traces: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -75,6 +76,7 @@ class Report:
             "skipped": self.skipped,
             "warnings": self.warnings,
             "memory": self.memory,
+            "sweeps": self.sweeps,
             "traces": self.traces,
             "seconds": self.seconds,
         }
@@ -139,6 +141,7 @@ def measure(settings: Settings, *, data: Path | None, command: str, is_quick: bo
             _run_trace(report, here, ends_s)
         if settings.soak_s:
             _run_soak(report, here)
+        report.sweeps = dict(here.sweeps)
         report.memory = {**here.memory, "client": dict(memory_bytes(os.getpid()))}
     report.machine["load_average_after"] = os.getloadavg()
     report.seconds = time.monotonic() - began_s
@@ -160,6 +163,8 @@ def _groups(here: Ground, chosen: tuple[str, ...], ends_s: float) -> Iterator[tu
     among: list[str] = [name for name in ("lookup", "restart") if name in chosen]
     if among:
         yield " and ".join(among), lambda: _many(here, among, ends_s)
+    if "sweep" in chosen:
+        yield "sweep", lambda: sweep_cases.sweep_cases(here, ends_s)
 
 
 def _many(here: Ground, among: list[str], ends_s: float) -> Cases:

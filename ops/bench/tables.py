@@ -45,6 +45,7 @@ def lines_of(report: Report) -> list[str]:
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines += [f"{case.label}: {note}" for case in report.measured for note in case.notes]
     lines += [f"memory, {name}: {memory_line(taken)}" for name, taken in report.memory.items()]
+    lines += [sweep_line(report.sweeps)] if report.sweeps else []
     lines += [f"trace {name}: {trace_line(figures)}" for name, figures in report.traces.items()]
     lines += [f"not measured: {name}: {reason}" for name, reason in report.skipped.items()]
     before, after = report.machine["load_average_before"][0], report.machine.get("load_average_after", (0.0,))[0]
@@ -96,6 +97,8 @@ def rate_text(result: Result, unit: str) -> str:
         return f"{result.rate / GIGA:.2f} GB/s"
     if unit == "keys":
         return f"{result.rate / 1e6:.2f} M/s"
+    if unit == "gets":
+        return f"{result.rate:.0f}/s"
     return f"{1 / result.rate:.2f} s"
 
 
@@ -124,6 +127,14 @@ def memory_line(taken: dict[str, float]) -> str:
                 f"{name.replace('_', ' ')} {value:.0f}" if value >= 100 else f"{name.replace('_', ' ')} {value:.4g}"
             )
     return ", ".join(parts)
+
+
+def sweep_line(figures: dict[str, float]) -> str:
+    """What the sweeps did, and how fast."""
+    return (
+        f"{figures['sweeps']:.0f} sweeps beside gets freed {figures['segments_freed']:.0f} segments of "
+        f"{figures['blocks']:.0f} blocks in {figures['seconds']:.1f} s"
+    )
 
 
 def trace_line(figures: dict[str, float]) -> str:

@@ -39,6 +39,7 @@ CASES: dict[str, set[str]] = {
     "mixed": {"mixed 90% reads", "mixed 50% reads"},
     "lookup": {"look-up present", "look-up absent"},
     "restart": {"restart after kill -9", "restart without the index"},
+    "sweep": {"get beside a sweep"},
     "trace": set(),
 }
 
@@ -107,6 +108,10 @@ def test_a_run_says_where_and_how_it_was_made(quick_run: tuple[dict[str, Any], P
     assert soaked["found"] > 0.5
     assert {"growth", "anonymous_growth"} <= set(soaked)
     assert any(bar["what"] == "memory: resident over a soak" for bar in report["bars"])
+    swept = report["sweeps"]
+    assert swept["sweeps"] == 6
+    assert swept["blocks"] == 6 * (2048 // 6)
+    assert swept["segments_freed"] >= 6
     (replayed,) = report["traces"].values()
     assert 0.5 < replayed["hit_rate"] < 1.0
     assert "get same host" in told
