@@ -1,7 +1,7 @@
 """A client of another store, in the environment of the peers: a script of its own that knows nothing of us.
 
 Owns one connection and the buffers of what it puts. Needs what its store needs: redis (with hiredis) for Redis and
-Valkey, mooncake-transfer-engine, or rocksdb-py. Invariants: what is got is
+Valkey, mooncake-transfer-engine, lmcache, or rocksdb-py. Invariants: what is got is
 compared with what was put; the time is that of the client's calls alone.
 
     stdin   {"op": "put" | "get" | "exists", "size": BYTES, "batch": N}
@@ -10,6 +10,7 @@ compared with what was put; the time is that of the client's calls alone.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import mmap
@@ -194,7 +195,136 @@ class RocksSide:
         return [bytes(one) if one is not None else None for one in got] == blocks.payloads, took_s
 
 
-SIDES: dict[str, Callable[[str], Any]] = {"resp": RespSide, "mooncake": MooncakeSide, "rocksdb": RocksSide}
+class LmcacheServerSide:
+    """LMCache's own remote backend (``lm://``): its connector, its server, and objects of its local memory.
+
+    The server answers no put: one ends when the last key of its batch is found, on the same connection.
+    """
+
+    MEMORY_GIB = 2.0
+    """Of the connector's process: what is put, and what one batch of gets gives."""
+    SHAPE = (1, 2, 16, 1, 64)
+    """Of a chunk of some model: it must have one, but does not bound what is moved."""
+
+    def __init__(self, where: str) -> None:
+        import torch
+        from lmcache.v1 import memory_management
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.protocol import init_remote_metadata_info
+        from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
+        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+        self.version = _version_of("lmcache")
+        self._torch: Any = torch
+        self._format = memory_management.MemoryFormat.KV_2LTD
+        metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.uint8, self.SHAPE, chunk_size=self.SHAPE[2])
+        config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=self.MEMORY_GIB)
+        init_remote_metadata_info(1)
+        self._memory = LocalCPUBackend(config, metadata, "cpu")
+        self._loop = asyncio.new_event_loop()
+        host, _, port = where.rpartition(":")
+        self._connector = LMCServerConnector(host, int(port), self._loop, self._memory)
+        self._objects: list[Any] = []
+
+    def fill(self, blocks: Blocks) -> None:
+        from lmcache.utils import CacheEngineKey
+
+        _give_back(self._objects)
+        size, count = blocks.shape
+        uint8 = self._torch.uint8
+        # The server forgets nothing: the same keys again, so that it holds the blocks of one case.
+        self._keys = [CacheEngineKey("bench", 1, 0, at, uint8) for at in range(count)]
+        self._objects = [self._memory.allocate(self._torch.Size([size]), uint8, self._format) for _ in range(count)]
+        for item, payload in zip(self._objects, blocks.payloads, strict=True):
+            memoryview(item.byte_array).cast("B")[:] = payload
+        self.timed("put", blocks)
+
+    def timed(self, op: str, blocks: Blocks) -> tuple[bool, float]:
+        run: Any = {"put": self._put, "get": self._get, "exists": self._exists}[op]
+        began_s = time.perf_counter()
+        got = self._loop.run_until_complete(run())
+        took_s = time.perf_counter() - began_s
+        if op != "get":
+            return all(got), took_s
+        same = None not in got and [bytes(item.byte_array) for item in got] == blocks.payloads
+        _give_back([item for item in got if item is not None])
+        return same, took_s
+
+    async def _put(self) -> list[bool]:
+        for key, item in zip(self._keys, self._objects, strict=True):
+            await self._connector.put(key, item)
+        return [await self._connector.exists(self._keys[-1])]
+
+    async def _get(self) -> list[Any]:
+        return [await self._connector.get(key) for key in self._keys]
+
+    async def _exists(self) -> list[bool]:
+        return [await self._connector.exists(key) for key in self._keys]
+
+
+def _give_back(objects: list[Any]) -> None:
+    """To LMCache's memory."""
+    for item in objects:
+        item.ref_count_down()
+
+
+def _version_of(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+class LmcacheRedisSide:
+    """LMCache's client of Redis in C++, the one of its engines, with the buffers that it reads into and writes from."""
+
+    CONNECTIONS = 4
+    """Its threads, each with a connection: 1, 2 and 8 were slower on two cores."""
+
+    def __init__(self, where: str) -> None:
+        from lmcache.v1.storage_backend.native_clients.resp_client import RESPClient
+
+        self.version = _version_of("lmcache")
+        self._where = where
+        self._loop = asyncio.new_event_loop()
+        host, _, port = where.rpartition(":")
+        self._client: Any = RESPClient(host, int(port), self.CONNECTIONS, loop=self._loop)
+
+    def fill(self, blocks: Blocks) -> None:
+        connection(self._where).flushall()  # one shape at a time: memory is shared with what is measured
+        size, count = blocks.shape
+        self._keys = [key.hex() for key in blocks.keys]
+        self._sources = [memoryview(bytearray(payload)) for payload in blocks.payloads]
+        self._targets = [memoryview(bytearray(size)) for _ in range(count)]
+        for target in self._targets:
+            target[:] = bytes(size)  # touched
+        self.timed("put", blocks)
+
+    def timed(self, op: str, blocks: Blocks) -> tuple[bool, float]:
+        for target in self._targets:
+            target[:KEY_BYTES] = bytes(KEY_BYTES)  # what came before is not taken for an answer
+        began_s = time.perf_counter()
+        got = self._loop.run_until_complete(self._run(op))
+        took_s = time.perf_counter() - began_s
+        if op == "exists":
+            return all(got), took_s
+        return op == "put" or self._targets == self._sources, took_s
+
+    async def _run(self, op: str) -> Any:
+        if op == "put":
+            return await self._client.batch_set(self._keys, self._sources)
+        if op == "get":
+            return await self._client.batch_get(self._keys, self._targets)
+        return await self._client.batch_exists(self._keys)
+
+
+SIDES: dict[str, Callable[[str], Any]] = {
+    "resp": RespSide,
+    "mooncake": MooncakeSide,
+    "lmcache-server": LmcacheServerSide,
+    "lmcache-redis": LmcacheRedisSide,
+    "rocksdb": RocksSide,
+}
 
 
 def main() -> None:

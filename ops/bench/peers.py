@@ -1,4 +1,4 @@
-"""Other stores on this machine: Redis, Valkey, Mooncake, RocksDB in its client's process, and plain files.
+"""Other stores on this machine: Redis, Valkey, LMCache, Mooncake, RocksDB in its client's process, and plain files.
 
 Owns their processes and folders. Does not install anything: a peer that is not there is named, with what to install.
 Invariants: a peer holds no more than the blocks of one case; a server listens on loopback only, keeps nothing on disk,
@@ -21,6 +21,8 @@ from ops.bench.child import ChildFailed, heard, stop, tell
 from ops.bench.measure import Elsewhere
 
 START_S = 20.0
+LMCACHE_START_S = 90.0
+"""It imports torch, in its client and in its server."""
 PEERS = ("redis", "valkey", "lmcache", "mooncake", "files", "rocksdb")
 PEER_FAILURES = (ChildFailed, OSError)
 """What a peer may end with in mid-run: the case goes on without it."""
@@ -35,6 +37,8 @@ REUSE_MEMORY = {
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
 """Set for the clients, which allocate what they receive: without it fresh memory costs them half of their speed."""
+QUIET = {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
+"""Else LMCache writes lines among those of the bench, and tells its makers of itself."""
 CLIENT = Path(__file__).with_name("peer_client.py")
 
 
@@ -161,7 +165,7 @@ def start(names: Sequence[str], folder: Path, python: str) -> tuple[list[Peer], 
 def _start_one(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
     """One peer's clients and version. Raises ChildFailed that says what to install."""
     if name == "lmcache":
-        raise ChildFailed("this bench has no client of LMCache: compare with its own benchmark")
+        return _start_lmcache(folder, python)
     if name == "mooncake":
         return _start_mooncake(folder, python)
     if name == "rocksdb":
@@ -192,6 +196,45 @@ def _start_mooncake(folder: Path, python: str) -> tuple[list[Peer], str]:
     return [ClientPeer("mooncake tcp", server, client, owns=True)], version
 
 
+def _start_lmcache(folder: Path, python: str) -> tuple[list[Peer], str]:
+    """What of LMCache has a server: its own (lm://), and its client in C++ of a Redis, if that is installed."""
+    ways: list[tuple[str, list[str], int]] = []
+    port = _free_port()
+    ways.append(("server", [python, "-m", "lmcache.v1.server", "127.0.0.1", str(port)], port))
+    if (program := _program(SERVERS["redis"], python)) is not None:
+        port = _free_port()
+        ways.append(("redis", _resp_command(program, port, folder), port))
+    peers: list[Peer] = []
+    version = ""
+    try:
+        for way, command, port in ways:
+            with (folder / f"lmcache-{way}.log").open("wb") as log:
+                server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **QUIET})
+            try:
+                _await_lmcache(port, server, python)
+                client = _client(python, f"lmcache-{way}", f"127.0.0.1:{port}")
+                version = _greeted(client, python, LMCACHE_START_S)
+            except BaseException:
+                stop(server)
+                raise
+            peers.append(ClientPeer(f"lmcache {way}", server, client, owns=True))
+    except BaseException:
+        for peer in peers:
+            peer.close()
+        raise
+    return peers, f"{version} (server: its lm:// server and connector; redis: its C++ client of a Redis)"
+
+
+def _await_lmcache(port: int, server: subprocess.Popen[bytes], python: str) -> None:
+    try:
+        _await(lambda: _listens(port), server, LMCACHE_START_S)
+    except ChildFailed as error:
+        raise ChildFailed(
+            f"{error}: is lmcache of ops/bench/requirements-peers.txt installed in {python}? Give another Python with "
+            "--peers-python"
+        ) from error
+
+
 def _program(name: str, python: str) -> str | None:
     """A program on the path, or beside the peers' Python: packages bring some servers."""
     return shutil.which(name) or shutil.which(name, path=str(Path(python).parent))
@@ -199,14 +242,14 @@ def _program(name: str, python: str) -> str | None:
 
 def _client(python: str, kind: str, where: str) -> subprocess.Popen[bytes]:
     command = [python, str(CLIENT), kind, where]
-    environment = {**os.environ, **REUSE_MEMORY}
+    environment = {**os.environ, **REUSE_MEMORY, **QUIET}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
-def _greeted(client: subprocess.Popen[bytes], python: str) -> str:
+def _greeted(client: subprocess.Popen[bytes], python: str, wait_s: float = START_S) -> str:
     """The version that a client tells. Raises ChildFailed, the client ended."""
     try:
-        return _greeting(client, python)
+        return _greeting(client, python, wait_s)
     except BaseException:
         stop(client)
         raise
@@ -224,8 +267,7 @@ def _start_resp(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
         raise ChildFailed(f"{SERVERS[name]} is not installed: apt-get install {PACKAGES[name]}")
     unix = folder / f"{name}.sock"
     port = _free_port()
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(unix)]
-    command += ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder)]
+    command = [*_resp_command(program, port, folder), "--unixsocket", str(unix)]
     clients: list[subprocess.Popen[bytes]] = []
     with (folder / f"{name}.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
@@ -244,9 +286,15 @@ def _start_resp(name: str, folder: Path, python: str) -> tuple[list[Peer], str]:
     return peers, version
 
 
-def _greeting(client: subprocess.Popen[bytes], python: str) -> str:
+def _resp_command(program: str, port: int, folder: Path) -> list[str]:
+    """A server of Redis's kind that keeps nothing on disk."""
+    command = [program, "--port", str(port), "--bind", "127.0.0.1"]
+    return [*command, "--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(folder)]
+
+
+def _greeting(client: subprocess.Popen[bytes], python: str, wait_s: float = START_S) -> str:
     try:
-        return str(heard(client, START_S)["server"])
+        return str(heard(client, wait_s)["server"])
     except ChildFailed as error:
         raise ChildFailed(
             f"no client in {python}: install ops/bench/requirements-peers.txt in an environment of its own and give it "
@@ -254,8 +302,8 @@ def _greeting(client: subprocess.Popen[bytes], python: str) -> str:
         ) from error
 
 
-def _await(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    ends_s = time.monotonic() + START_S
+def _await(ready: Callable[[], bool], process: subprocess.Popen[bytes], wait_s: float = START_S) -> None:
+    ends_s = time.monotonic() + wait_s
     while not ready():
         if process.poll() is not None or time.monotonic() > ends_s:
             raise ChildFailed("the server did not start")

@@ -259,6 +259,13 @@ def test_a_server_without_a_client_is_skipped_and_ended(tmp_path: Path, monkeypa
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
+def test_lmcache_that_is_not_installed_is_named_with_what_to_install(tmp_path: Path) -> None:
+    found, skipped, _ = peers.start(["lmcache"], tmp_path, "/bin/false")
+    assert found == []
+    assert [skip.name for skip in skipped] == ["lmcache"]
+    assert "lmcache of ops/bench/requirements-peers.txt" in skipped[0].reason
+
+
 def test_files_as_a_peer_give_back_what_was_written(tmp_path: Path) -> None:
     """One file a block, read into the same buffers."""
     files = peers.Files(tmp_path / "files")
