@@ -41,6 +41,8 @@ def _check_store(arguments: Sequence[str]) -> None:
     from kvstore.access import read_token
     from kvstore.cli import build_app
     from kvstore.config import load_config
+    from kvstore.daemon.keyring import read_keyring
+    from kvstore.daemon.tokens import Tokens
     from retention.policy import load_class_rules
 
     group = get_command(build_app(load_class_rules))
@@ -48,8 +50,23 @@ def _check_store(arguments: Sequence[str]) -> None:
     command, *rest = arguments
     given = _parsed(f"store {command}", group.commands[command], rest)
     settings = load_config(given.pop("config", None), given)
-    read_token(settings.token_file)
+    Tokens.open(read_token(settings.token_file), settings.tokens)
+    if settings.encryption_keys is not None:
+        read_keyring(settings.encryption_keys)
     load_class_rules(settings.policy)
+
+
+def check_token(tokens: Path, token_file: Path) -> None:
+    """Whether a store that knows these tokens would admit a worker with this one. Raises ValueError."""
+    from kvstore.access import read_token
+    from kvstore.daemon.rights import Role
+    from kvstore.daemon.tokens import Tokens
+
+    found = Tokens.open(None, tokens).find((read_token(token_file) or "").encode())
+    if found is None:
+        raise ValueError(f"{tokens} does not list the token in {token_file}")
+    if Role.WORKER not in found.grant.roles:
+        raise ValueError(f"the token in {token_file} has no role worker in {tokens}")
 
 
 def _check_worker(arguments: Sequence[str]) -> None:

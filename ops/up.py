@@ -26,7 +26,7 @@ import typer
 
 from kvstore.access import split_host_port
 from kvstore.units import parse_bytes
-from ops.preflight import check_command
+from ops.preflight import check_command, check_token
 from ops.rotating_log import RotatingLog
 from ops.supervisor import Child, ChildSpec, Endpoints, Supervisor
 
@@ -45,7 +45,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    """What ``reprise up`` runs. Addresses are HOST:PORT, port 0 a free one. Empty: the child's own default."""
+    """What ``reprise up`` runs. Addresses are HOST:PORT, port 0 a free one. Empty: the child's own default.
+
+    ``tokens``: the file of those whom the store knows; ``token_file``: the one that workers and gateway show.
+    """
 
     data: Path = Path("data")
     model: str = "demo"
@@ -62,6 +65,11 @@ class UpConfig:
     threads: int = 0
     keys: str = ""
     policy: str = ""
+    access_log: str = ""
+    tokens: str = ""
+    token_file: str = ""
+    encryption_keys: str = ""
+    encryption_command: str = ""
     store_options: tuple[str, ...] = ()
     worker_options: tuple[str, ...] = ()
     gateway_options: tuple[str, ...] = ()
@@ -73,6 +81,8 @@ class UpConfig:
                 split_host_port(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
+        if bool(self.tokens) != bool(self.token_file):
+            raise ValueError("--tokens (whom the store knows) goes with --token-file (what workers and gateway show)")
 
 
 def load_config(path: Path | None, given: Mapping[str, Any]) -> UpConfig:
@@ -138,7 +148,9 @@ def store_spec(config: UpConfig) -> ChildSpec:
             "--listen", same_port(config.store_listen, earlier.get("listen")),
             "--unix", str(unix_path(config.data)),
             "--admin", same_port(config.admin_listen, earlier.get("admin")),
-            *option("--policy", config.policy), *config.store_options,
+            *option("--policy", config.policy), *option("--tokens", config.tokens),
+            *option("--encryption-keys", config.encryption_keys),
+            *option("--encryption-command", config.encryption_command), *config.store_options,
         )  # fmt: skip
 
     return ChildSpec(
@@ -161,7 +173,8 @@ def worker_spec(config: UpConfig, role: str, listen: str) -> ChildSpec:
             "--listen", same_port(listen, listen_of(own)), "--drain", f"{DRAIN_S}s",
             *option("--dtype", config.dtype), *option("--fidelity", config.fidelity),
             *option("--replay-windows", config.replay_windows), *option("--kv-memory", config.kv_memory),
-            *option("--threads", str(config.threads or "")), *config.worker_options,
+            *option("--threads", str(config.threads or "")),
+            *option("--store-token-file", config.token_file), *config.worker_options,
         )  # fmt: skip
 
     return ChildSpec(
@@ -183,7 +196,8 @@ def gateway_spec(config: UpConfig) -> ChildSpec:
             "gateway", "--prefill", http_url(needed["prefill"]), "--decode", http_url(needed["decode"]),
             "--store", f"unix:{needed['store']['unix']}",  # the policy's class names
             "--listen", same_port(config.listen, listen_of(own)), "--data", str(data), "--drain", f"{DRAIN_S}s",
-            *option("--keys", config.keys), *config.gateway_options,
+            *option("--keys", config.keys), *option("--access-log", config.access_log),
+            *option("--store-token-file", config.token_file), *config.gateway_options,
         )  # fmt: skip
 
     return ChildSpec(
@@ -227,6 +241,8 @@ def check(config: UpConfig) -> None:
     addresses = {"store": somewhere, "prefill": somewhere, "decode": somewhere}
     for spec in specs(replace(config, data=Path("/data"))):  # which may not be there yet, and is not looked at
         check_command(spec.command(addresses, None)[len(reprise()) :])
+    if config.tokens:
+        check_token(Path(config.tokens), Path(config.token_file))
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -300,6 +316,11 @@ def up(
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Compute threads of each worker.")] = None,
     keys: Annotated[str | None, typer.Option(help="API keys file of the gateway.")] = None,
     policy: Annotated[str | None, typer.Option(help="Retention policy (TOML) for a new store.")] = None,
+    access_log: Annotated[str | None, typer.Option(help="File that is told what was asked for, by digests.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="TOML file of those whom the store knows, by token.")] = None,
+    token_file: Annotated[str | None, typer.Option(help="The token that workers and gateway show to it.")] = None,
+    encryption_keys: Annotated[str | None, typer.Option(help="TOML file of cipher keys by tenant.")] = None,
+    encryption_command: Annotated[str | None, typer.Option(help="Command that prints such a file.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings; options win over it.")] = None,
 ) -> None:
     given = {

@@ -75,6 +75,10 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, complaint: str) -> 
         (["--capacity", "1MiB"], "less than 8 MiB"),
         (["--listen", "0.0.0.0:0"], "without --keys the gateway listens on loopback only"),
         (["--prefill-listen", "0.0.0.0:0"], "listen: 0.0.0.0:0 can be reached from other machines"),
+        (["--encryption-keys", "nofile"], "nofile"),
+        (["--encryption-keys", "nofile", "--encryption-command", "cat nofile"], "give one of the two"),
+        (["--tokens", "nofile"], "goes with --token-file"),
+        (["--tokens", "nofile", "--token-file", "nofile"], "nofile"),
         (["--config", "up.toml"], "worker: No such option: --chunk-tokns"),
     ],
 )
@@ -110,6 +114,53 @@ def test_settings_that_children_take_pass(tmp_path: Path) -> None:
     check(config)
     with pytest.raises(ValueError, match="give --token-file"):
         check(replace(config, store_options=()))
+
+
+def test_tokens_reach_the_store_and_their_bearers(tmp_path: Path) -> None:
+    """The store is told whom it knows, workers and gateway what to show; a token that is not listed, or is no worker's,
+    would be refused by the store later and is refused at once.
+    """
+    token = write(tmp_path / "worker.token", "0123456789abcdef\n")
+    tokens = write(tmp_path / "tokens.toml", '[[tokens]]\ntoken = "0123456789abcdef"\nroles = ["worker"]\n')
+    tokens.chmod(0o600)
+    config = UpConfig(model=str(checkpoint("llama")), tokens=str(tokens), token_file=str(token))
+    check(config)
+    assert {name: {"--tokens", "--store-token-file"} & set(words) for name, words in commands(config).items()} == {
+        "store": {"--tokens"},
+        "prefill": {"--store-token-file"},
+        "decode": {"--store-token-file"},
+        "gateway": {"--store-token-file"},
+    }
+    write(tokens, '[[tokens]]\ntoken = "0123456789abcdef"\nroles = ["operator"]\n')
+    with pytest.raises(ValueError, match="no role worker"):
+        check(config)
+    write(tokens, '[[tokens]]\ntoken = "fedcba9876543210"\nroles = ["worker"]\n')
+    with pytest.raises(ValueError, match="does not list"):
+        check(config)
+
+
+def test_the_access_log_and_cipher_keys_reach_who_uses_them(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys.toml", f'[[keys]]\ntenant = "acme"\nnumber = 1\nkey = "{"ab" * 32}"\n')
+    keys.chmod(0o600)
+    log = tmp_path / "asked.jsonl"
+    config = UpConfig(model=str(checkpoint("llama")), access_log=str(log), encryption_keys=str(keys))
+    check(config)
+    given = commands(config)
+    assert given["gateway"][-2:] == ["--access-log", str(log)]
+    assert given["store"][-2:] == ["--encryption-keys", str(keys)]
+    other = replace(config, encryption_keys="", encryption_command=f"cat {keys}")
+    assert commands(other)["store"][-2:] == ["--encryption-command", f"cat {keys}"]
+    check(other)
+    write(keys, "keys = 1")
+    with pytest.raises(ValueError, match=r"keys\.toml"):
+        check(config)
+
+
+def commands(config: UpConfig) -> dict[str, list[str]]:
+    """The command line of each child."""
+    here = {"unix": "/store.sock", "listen": "127.0.0.1:1"}
+    needed = {"store": here, "prefill": here, "decode": here}
+    return {spec.name: spec.command(needed, None) for spec in specs(config)}
 
 
 def test_a_restarted_child_keeps_a_chosen_port(tmp_path: Path) -> None:
