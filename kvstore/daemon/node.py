@@ -25,7 +25,7 @@ import xxhash
 from kvstore.daemon.catalog import Catalog
 from kvstore.daemon.checks import check_class, check_count, check_flags, check_pins, check_put, check_rules
 from kvstore.daemon.cipher import Ciphers, Encryption, Keyring
-from kvstore.daemon.clock import BoundedClock, ClockWatch
+from kvstore.daemon.clock import BoundedClock, ClockWatch, is_likely
 from kvstore.daemon.columns import Incoming, incoming
 from kvstore.daemon.events import EventLog
 from kvstore.daemon.files import Files
@@ -149,6 +149,8 @@ class Node:
         if config.background:
             for shard in shards:
                 shard.seal_in_background()
+        if not is_likely(node._clock.now_s(), node.latest_use_s()):
+            node._clock_watch.doubt()
         node._sweeper.start()
         node._start_scrubbers()
         return node
@@ -546,6 +548,10 @@ class Node:
             "class_bytes": by_class(effects, rules, lambda effect: effect.payload_bytes),
             "space_bytes": by_space(effects),
         }
+
+    def latest_use_s(self) -> int:
+        """When any block was touched last, in seconds since the epoch; 0 without blocks."""
+        return max(shard.latest_use_s() for shard in self._shards)
 
     def set_keyring(self, keyring: Keyring) -> None:
         """Put other cipher keys in force: what only a key that is gone can read is a miss from now on, and states in

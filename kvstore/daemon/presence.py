@@ -325,6 +325,10 @@ class PresenceMap:
         held = [self._holdings[number] for number in segments]
         return [(item.promise_until_s, item.record_bytes) for item in held]
 
+    def latest_use_s(self) -> int:
+        """When any block was touched last; 0 without blocks."""
+        return int(self._touch_s[self.used()].max(initial=0))
+
     def last_uses(self) -> dict[int, int]:
         """By segment that holds uncompressed blocks: when any of its blocks was touched last."""
         used = self.used()

@@ -24,6 +24,7 @@ from kvstore.config import StoreConfig, host_and_port
 from kvstore.daemon.admin import AdminServer, EventFeed, create_app
 from kvstore.daemon.catch_up import catch_up
 from kvstore.daemon.cipher import Keyring
+from kvstore.daemon.clock import SteadyClock
 from kvstore.daemon.keyring import KeyringSource, KeyringWatch
 from kvstore.daemon.metrics import ServerMetrics, StatsCollector
 from kvstore.daemon.node import Node, NodeConfig
@@ -57,8 +58,10 @@ def run(config: StoreConfig, rules: ClassRules, policy_text: str, tokens: Tokens
     with ExitStack() as parts:
         source = KeyringSource(config.encryption_keys, config.encryption_command)
         keyring = source.read()
-        node = Node.open(_node_config(config, keyring), SystemClock(), rules, policy_text)
+        clock = SteadyClock(SystemClock())
+        node = Node.open(_node_config(config, keyring), clock, rules, policy_text)
         parts.callback(node.close)
+        clock.judge(node.latest_use_s())
         watch = KeyringWatch(source, keyring, node.set_keyring)
         watch.start()
         parts.callback(watch.stop)

@@ -422,6 +422,11 @@ class Shard:
         with self._ledger.lock:
             return self._ledger.presence.shapes.spaces()
 
+    def latest_use_s(self) -> int:
+        """When any block was touched last; 0 without blocks."""
+        with self._ledger.lock:
+            return self._ledger.presence.latest_use_s()
+
     def scan(self, space_id: SpaceId | None, cursor: bytes, limit: int, now_s: float) -> list[BlockInfo]:
         """Stored blocks beyond ``cursor`` in key order, at most ``limit``. Raises VolumeError."""
         return scan(self._ledger, space_id, cursor, limit, now_s)
