@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvstore.daemon.fingerprints import FingerprintTable, Words, grown
 
-_FORGET_SHARE = 16
-"""Forgetting one by one would cost a pass each: a sixteenth of the bound goes at once."""
+_QUEUE_SHARE = 16
+"""Of the bound, the longest buried are put in order at once, and forgotten as others come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class Tombstones:
         self._turns = np.zeros(self._table.size, dtype=np.uint64)
         """By slot: the order of burial; 0 for an unused slot."""
         self._turn = 0
+        self._queue: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Slots that are the longest buried, in order, if their turns are still those in ``_queued``."""
+        self._queued: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -69,15 +72,24 @@ class Tombstones:
         self._reasons[slots], self._when_s[slots] = reasons, when_s
         self._turns[slots] = self._turn + np.arange(len(slots))
         self._turn += len(slots)
-        surplus = len(self) - self.count_max
-        if surplus <= 0:
-            return np.zeros(0, dtype=np.uint64)
-        count = min(max(surplus, self.count_max // _FORGET_SHARE), len(self))
+        forgotten = [np.zeros(0, dtype=np.uint64)]
+        while (surplus := len(self) - self.count_max) > 0:
+            if not len(self._queue):
+                self._line_up()
+            oldest = self._queue[:surplus]
+            oldest = oldest[self._turns[oldest] == self._queued[:surplus]]
+            self._queue, self._queued = self._queue[surplus:], self._queued[surplus:]
+            forgotten.append(self._table.fingerprints[oldest])
+            self._drop(oldest)
+        return np.concatenate(forgotten)
+
+    def _line_up(self) -> None:
+        """Find the longest buried: a pass over all, for many that are forgotten one after another."""
         used = np.flatnonzero(self._turns)
+        count = min(max(self.count_max // _QUEUE_SHARE, 1), len(used))
         oldest = used[np.argpartition(self._turns[used], count - 1)[:count]]
-        forgotten: Words = self._table.fingerprints[oldest]
-        self._drop(oldest)
-        return forgotten
+        self._queue = oldest[np.argsort(self._turns[oldest])]
+        self._queued = self._turns[self._queue]
 
     def load(self, tombstones: Mapping[int, Tombstone]) -> None:
         """Those that an index kept, the longest buried first."""
