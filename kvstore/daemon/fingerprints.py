@@ -2,7 +2,8 @@
 
 Owns the numbering of rows and the chains that find them. Does not know what a row means, files or locks. Invariants: a
 fingerprint has one row at most; rows are reused; about one bucket a row at every size, because buckets are split a few
-at a time as rows come (linear hashing), so that no insert waits for a whole table to be made anew; the mix of a
+at a time as rows come (linear hashing), so that no insert waits for a whole table to be made anew; the head of a bucket
+has the mark of each row in it, so that most searches for what is not there end at the head; the mix of a
 fingerprint's bits is secret to the process, so that nobody can choose keys that share a bucket. Memory: 16 bytes a row
 (fingerprint, chain, bucket); arrays are reserved ahead and become real memory only where they were written.
 """
@@ -27,20 +28,28 @@ _BUCKETS_FIRST = 1024
 _ROWS_FIRST = 1024
 _WORD_BITS = np.uint64(29)
 _HALF_BITS = np.uint64(32)
+_LINK_BITS = 28
+ROWS_MAX = 2**_LINK_BITS - 1
+"""A link has so many bits, and a head four marks above them. (Of a quarter of a milliard rows the memory is 10 GiB.)"""
+_LINK = np.uint32(ROWS_MAX)
+_MARK_BITS = np.uint64(30)
+"""Of the 32 bits of a mix the lowest say the bucket, and the two from here on which of the four marks."""
+_MARKS = np.uint32(1) << np.arange(_LINK_BITS, _LINK_BITS + 4, dtype=np.uint32)
 
 
 class FingerprintTable:
     """Belongs to one lock. ``fingerprints`` is a column by slot; an unused slot's is meaningless.
 
-    ``rows_expected``: for how many rows to reserve (virtual) memory; more are taken all the same.
+    ``rows_expected``: for how many rows to reserve (virtual) memory; more are taken all the same, up to ROWS_MAX.
     """
 
     def __init__(self, rows_expected: int) -> None:
-        size = max(rows_expected, _ROWS_FIRST)
+        size = min(max(rows_expected, _ROWS_FIRST), ROWS_MAX)
         self.fingerprints = np.zeros(size, dtype=np.uint64)
         self._next = np.zeros(size, dtype=np.uint32)
         """Chain: the slot behind this one, plus 1; 0 at its end."""
         self._heads = np.zeros(size + _BUCKETS_FIRST, dtype=np.uint32)
+        """By bucket: the link to its first slot, and the marks of all its rows."""
         self._level, self._split = _BUCKETS_FIRST, 0
         self._free = np.zeros(0, dtype=np.int64)
         self._freed = 0
@@ -64,7 +73,12 @@ class FingerprintTable:
 
     def find(self, fingerprints: Words) -> Slots:
         """The slot of each fingerprint, or -1."""
-        slots: Slots = self._heads.take(self._buckets(fingerprints)).astype(np.int64)
+        buckets, marks = self._places(fingerprints)
+        heads = self._heads.take(buckets)
+        marks &= heads
+        heads &= _LINK
+        heads *= marks != 0
+        slots: Slots = heads.astype(np.int64)
         slots -= 1
         wrong = self.fingerprints.take(slots) != fingerprints  # at a slot of -1 by chance not: it is -1 all the same
         wrong &= slots >= 0
@@ -82,7 +96,9 @@ class FingerprintTable:
 
     def find_one(self, fingerprint: int) -> int:
         """As ``find``, of one."""
-        return self._along(self._heads.item(self._bucket(fingerprint)), fingerprint)
+        bucket, mark = self._place(fingerprint)
+        head = self._heads.item(bucket)
+        return self._along(head & ROWS_MAX, fingerprint) if head & mark else -1
 
     def _along(self, at: int, fingerprint: int) -> int:
         """The slot of a fingerprint in the chain from a link (slot plus 1) on, or -1."""
@@ -99,6 +115,7 @@ class FingerprintTable:
             [self._free[self._freed : self._freed + reused], np.arange(self.fresh, self.fresh + count - reused)]
         )
         self.fresh += count - reused
+        assert self.fresh <= ROWS_MAX  # whoever inserts keeps to it
         if self.fresh > self.size:
             self._grow(max(self.fresh, 2 * self.size))
         self.fingerprints[slots] = fingerprints
@@ -117,15 +134,16 @@ class FingerprintTable:
             if self.fresh > self.size:
                 self._grow(2 * self.size)
         self.fingerprints[slot] = fingerprint
-        bucket = self._bucket(fingerprint)
-        self._next[slot] = self._heads[bucket]
-        self._heads[bucket] = slot + 1
+        bucket, mark = self._place(fingerprint)
+        head = self._heads.item(bucket)
+        self._next[slot] = head & ROWS_MAX
+        self._heads[bucket] = head & ~ROWS_MAX | mark | slot + 1
         self._split_to(len(self))
         return slot
 
     def remove(self, slots: Slots) -> None:
         """Free slots that are in use, each once."""
-        buckets = np.unique(self._buckets(self.fingerprints[slots]))
+        buckets = np.unique(self._places(self.fingerprints[slots])[0])
         chained = self._take_chains(buckets)
         self._link(chained[~np.isin(chained, slots)])
         needed = self._freed + len(slots)
@@ -134,9 +152,9 @@ class FingerprintTable:
         self._free[self._freed : needed] = slots
         self._freed = needed
 
-    def _buckets(self, fingerprints: Words) -> Slots:
-        """Three rounds: after two, keys that count in their first half share buckets for some secrets (a search then
-        looks at 13 rows, not 1.6).
+    def _places(self, fingerprints: Words) -> tuple[Slots, npt.NDArray[np.uint32]]:
+        """Bucket and mark of each. Three rounds: after two, keys that count in their first half share buckets for some
+        secrets (a search then looks at 13 rows, not 1.6).
         """
         mixed = fingerprints ^ self._seed
         mixed *= self._factor
@@ -145,39 +163,43 @@ class FingerprintTable:
         mixed ^= mixed >> _HALF_BITS
         mixed *= self._third
         mixed >>= _HALF_BITS
+        marks = _MARKS.take((mixed >> _MARK_BITS).view(np.int64))
         mixed &= np.uint64(2 * self._level - 1)
         buckets = mixed.view(np.int64)
         buckets -= self._level * (buckets >= self._level + self._split)
-        return buckets
+        return buckets, marks
 
-    def _bucket(self, fingerprint: int) -> int:
-        """``_buckets`` of one."""
+    def _place(self, fingerprint: int) -> tuple[int, int]:
+        """``_places`` of one."""
         seed, factor, second, third = self._words
         mixed = (fingerprint ^ seed) * factor & WORD_MAX
         mixed = (mixed ^ mixed >> int(_WORD_BITS)) * second & WORD_MAX
         mixed = ((mixed ^ mixed >> int(_HALF_BITS)) * third & WORD_MAX) >> int(_HALF_BITS)
+        mark = 1 << _LINK_BITS + (mixed >> int(_MARK_BITS))
         mixed &= 2 * self._level - 1
-        return mixed - self._level if mixed >= self._level + self._split else mixed
+        return mixed - self._level if mixed >= self._level + self._split else mixed, mark
 
     def _link(self, slots: Slots) -> None:
         """Put slots at the heads of their chains."""
         if not len(slots):
             return
-        buckets = self._buckets(self.fingerprints[slots])
+        buckets, marks = self._places(self.fingerprints[slots])
         order = np.argsort(buckets, kind="stable")
-        buckets, slots = buckets[order], slots[order]
+        buckets, slots, marks = buckets[order], slots[order], marks[order]
         differs = buckets[1:] != buckets[:-1]
         first = np.concatenate([[True], differs])
         last = np.concatenate([differs, [True]])
         behind = np.empty(len(slots), dtype=np.uint32)
         behind[:-1] = slots[1:] + 1
-        behind[last] = self._heads[buckets[last]]
+        heads = self._heads[buckets[last]]
+        behind[last] = heads & _LINK
         self._next[slots] = behind
-        self._heads[buckets[first]] = slots[first] + 1
+        marks = np.bitwise_or.reduceat(marks, np.flatnonzero(first)) | (heads & ~_LINK)
+        self._heads[buckets[first]] = marks | (slots[first] + 1).astype(np.uint32)
 
     def _take_chains(self, buckets: Slots) -> Slots:
         """Empty these buckets; what was in them."""
-        at = self._heads[buckets]
+        at = self._heads[buckets] & _LINK
         self._heads[buckets] = 0
         taken: list[npt.NDArray[np.uint32]] = []
         while (at := at[at != 0]).size:

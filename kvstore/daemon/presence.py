@@ -169,9 +169,13 @@ class PresenceMap:
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """``Presence``, flags and payload bytes of each key asked; flags and bytes are 0 where it is not PRESENT."""
         slots, count = self.slots(words), len(words)
+        same = self._same(slots, words, space_id, digests)
+        if count and same.size == count and not self.shapes.any_locked and self.alive(slots, now_s).all():
+            shape = self._shape.take(slots)  # all are here: the usual case of a prompt that comes back
+            presence = np.full(count, _PRESENT, np.uint8)
+            return presence, self.shapes.flags.take(shape), self.shapes.payload_bytes.take(shape)
         presence, flags = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         payload_bytes = np.zeros(count, np.uint32)
-        same = self._same(slots, words, space_id, digests)
         if same.size:
             rows = slots.take(same)
             alive, shape = self.alive(rows, now_s), self._shape.take(rows)
@@ -353,13 +357,13 @@ class PresenceMap:
         which = np.searchsorted(wanted, numbers)
         which[which == len(wanted)] = 0
         here = wanted[which] == numbers
-        slots, which = used[here], which[here]
+        order = np.argsort(which[here], kind="stable")  # what sorts and sums by runs lets other threads go on
+        slots = used[here][order]
+        begins = np.searchsorted(which[here][order], np.arange(len(wanted)))  # a segment in doubt has a row at least
         alive = self.alive(slots, now_s)
-        alive_bytes = np.bincount(which[alive], self.record_bytes_of(slots[alive]), len(wanted))
-        promise_s = np.zeros(len(wanted), dtype=np.int64)
-        np.maximum.at(promise_s, which, self.keep_until_s(slots))
-        next_s = np.full(len(wanted), NEVER_S, dtype=np.int64)
-        np.minimum.at(next_s, which[alive], self.until_s(slots[alive]))
+        alive_bytes = np.add.reduceat(np.where(alive, self.record_bytes_of(slots), 0), begins)
+        promise_s = np.maximum.reduceat(self.keep_until_s(slots), begins)
+        next_s = np.minimum.reduceat(np.where(alive, self.until_s(slots), NEVER_S), begins)
         for at, number in enumerate(wanted.tolist()):
             self._holdings.count(number, int(alive_bytes[at]), int(promise_s[at]), now_s, int(next_s[at]))
 

@@ -21,7 +21,7 @@ from kvstore.capacity import SPARE_SEGMENTS, blocks_max
 from kvstore.chains import in_chain_order
 from kvstore.daemon.codec import Codec, compress
 from kvstore.daemon.cold import as_written_again, compress_after_s
-from kvstore.daemon.fingerprints import Slots
+from kvstore.daemon.fingerprints import ROWS_MAX, Slots
 from kvstore.daemon.index import entries_of
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import FOREVER_S, fingerprint_of
@@ -91,7 +91,7 @@ class Reclaimer:
         self._releases = Releases(ledger)
         self._stiff: set[int] = set()
         """Generations of segments whose blocks do not shrink."""
-        self.blocks_max = blocks_max(index_budget_bytes)
+        self.blocks_max = min(blocks_max(index_budget_bytes), ROWS_MAX)
 
     def segment_for(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
         """A segment with room for a new record of a class and expiry day, recycling others if need be;
