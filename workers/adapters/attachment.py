@@ -22,7 +22,7 @@ from kvstore.access import read_token
 from kvstore.client import StoreClient
 from kvstore.errors import DeadlineExceeded, SpaceUnknown, StoreError
 from kvstore.framing import parse_address
-from kvstore.keys import BlockName, Space, tenant_salt
+from kvstore.keys import BlockName, Space, StateName, tenant_salt
 from kvstore.limits import GIB, MIB, PAYLOAD_BYTES_MAX
 from kvstore.store import BlockPut, GetStatus, Lookup, PutOutcome, Store
 from kvstore.traffic import BUILT_IN_NAMES, CHAT, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
@@ -42,6 +42,8 @@ LOOKUPS_MAX = 256
 TELL_EVERY_S = 60.0
 """How often at most a failing store is logged; every failure is counted."""
 
+HINT_TYPE = "reprise"
+"""Actions of this type among a request's KV hints are read like its parameters."""
 TENANT_WISH, CLASS_WISH, CACHE_WISH = "reprise_tenant", "reprise_class", "reprise_cache"
 """What a request may say of itself, among the parameters that its engine hands on."""
 
@@ -72,8 +74,8 @@ class Settings:
     tenant: str | None = None
     traffic_class: TrafficClass = CHAT
     classes: Mapping[str, TrafficClass] = field(default_factory=lambda: dict(BUILT_IN_NAMES))
-    lookup_deadline_s: float = 0.05
-    load_deadline_s: float = 2.0
+    lookup_deadline_s: float = 0.25
+    load_deadline_s: float = 5.0
     queue_bytes: int = 256 * MIB
     epoch: int = 0
     same_host: bool = True
@@ -157,6 +159,8 @@ class Counts:
     loaded: int = 0
     loads_failed: int = 0
     loaded_bytes: int = 0
+    states_loaded: int = 0
+    states_missed: int = 0
     stored: int = 0
     stores_failed: int = 0
     stored_bytes: int = 0
@@ -295,6 +299,18 @@ class Attachment:
             self.counts.loads_failed += len(names) - len(good)
         return statuses
 
+    def load_state(self, space: TenantSpace, name: StateName, *, deadline_s: float | None = None) -> bytes | None:
+        """A state's verified bytes; None if it is gone."""
+        try:
+            got = self.store.get_state(space.id, name, deadline_s=deadline_s or self.settings.load_deadline_s)
+        except StoreError as error:
+            self._tell("load", error)
+            got = None
+        with self._lock:
+            self.counts.states_loaded += got is not None
+            self.counts.states_missed += got is None
+        return None if got is None else got[0]
+
     def store_now(
         self,
         space: TenantSpace,
@@ -332,7 +348,7 @@ class Attachment:
         """Counters of this attachment and of its queue of puts."""
         with self._lock:
             counts = asdict(self.counts)
-        return {**counts, **asdict(self.publisher.counts), "queue_bytes": self.publisher.queue_bytes}
+        return {**asdict(self.publisher.counts), **counts, "queue_bytes": self.publisher.queue_bytes}
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -344,6 +360,18 @@ class Attachment:
         if self._monotonic_s() >= self._quiet_until_s:
             self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
             log.warning("store_fails", extra={"call": what, "kind": type(error).__name__, "reason": str(error)})
+
+
+# --- what a request says of itself ------------------------------------------------------------------------------------
+
+
+def wishes_of(parameters: Mapping[str, Any] | None, hints: Any) -> dict[str, Any]:
+    """What vLLM hands on of a request: its hints (an envelope of actions, or None), and before all its parameters."""
+    wishes: dict[str, Any] = {}
+    for action in hints.actions if hints is not None else ():
+        if action.action_type == HINT_TYPE:
+            wishes.update(action.payload)
+    return {**wishes, **(parameters or {})}
 
 
 # --- parsing of single options ----------------------------------------------------------------------------------------

@@ -98,6 +98,10 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduling.leave(request)
         return False, None
 
+    def reset_cache(self) -> bool:
+        self.scheduling.reset()
+        return True
+
     # in a worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvstore.errors import StoreError
-from kvstore.keys import encode_space
+from kvstore.keys import TokenChain, encode_space
 from kvstore.limits import MIB, PAYLOAD_BYTES_MAX, STATE_BYTES_MAX
 from kvstore.store import GetStatus
 from workers.adapters.attachment import Attachment, OptionError, Settings
 from workers.adapters.vllm_pages import Pages
 from workers.adapters.vllm_space import layout_of, make_space
 from workers.adapters.vllm_step import Move, Rank
+from workers.spaces import TenantSpace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,33 +108,33 @@ class Moving:
         return pages
 
     def _load(self, move: Move, left_s: float) -> int:
-        """How many of its blocks are in their pages, from the first on; of models with windows all or none."""
+        """How many of its blocks are in their pages, from the first on; with a window to load: all or none."""
+        until_s = time.monotonic() + left_s
         space = move.prefix.space_in(self._attached.spaces, self._space)
         chain = move.prefix.chain_in(space)
-        at_once = max(1, BATCH_BYTES // self._pages.block_bytes)
-        memory = memoryview(bytearray(min(at_once, len(move.blocks)) * self._pages.block_bytes))
+        if not all(self._load_state(move, stop, space, chain, left_s) for stop in move.states):
+            return 0
+        size = self._pages.block_bytes
+        at_once = max(1, BATCH_BYTES // size)
+        memory = memoryview(bytearray(min(at_once, len(move.blocks)) * size))
         good = 0
         while good < len(move.blocks):
             blocks = move.blocks[good : good + at_once]
-            rows = [memory[at * self._pages.block_bytes :][: self._pages.block_bytes] for at in range(len(blocks))]
-            names = [chain.names[block] for block in blocks]
-            statuses = self._attached.load(space, names, rows, deadline_s=left_s)
+            rows = [memory[at * size : (at + 1) * size] for at in range(len(blocks))]
+            left_s = max(until_s - time.monotonic(), 1e-3)
+            statuses = self._attached.load(space, [chain.names[at] for at in blocks], rows, deadline_s=left_s)
             whole = next((at for at, status in enumerate(statuses) if status != GetStatus.OK), len(statuses))
             if whole:
-                self._pages.write_blocks(move.tables, blocks[:whole], memory[: whole * self._pages.block_bytes])
+                self._pages.write_blocks(move.tables, blocks[:whole], memory[: whole * size])
             good += whole
             if whole < len(blocks):
-                return good
-        if move.state:
-            try:
-                got = self._attached.store.get_state(
-                    space.id, chain.state_name(move.stop * space.space.block_tokens), deadline_s=left_s
-                )
-            except StoreError:
-                got = None
-            if got is None or not self._pages.write_state(move.tables, move.blocks[0], move.stop, got[0]):
-                return 0
+                break
         return good
+
+    def _load_state(self, move: Move, stop: int, space: TenantSpace, chain: TokenChain, left_s: float) -> bool:
+        name = chain.state_name(stop * space.space.block_tokens)
+        got = self._attached.load_state(space, name, deadline_s=left_s)
+        return got is not None and self._pages.write_state(move.tables, move.blocks[0], stop, got)
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -146,17 +148,17 @@ class Moving:
                 if memory is not None:
                     self._pages.read_blocks(move.tables, blocks, memory)
                     self._later(move, blocks, memory)
-            if move.state:
-                self._save_state(move)
+            for stop in move.states:
+                self._save_state(move, stop)
 
-    def _save_state(self, move: Move) -> None:
-        size = self._pages.state_bytes(move.stop)
-        if size > STATE_BYTES_MAX or not self._pages.has_state(move.tables, move.stop):
+    def _save_state(self, move: Move, stop: int) -> None:
+        size = self._pages.state_bytes(stop)
+        if size > STATE_BYTES_MAX or not self._pages.has_state(move.tables, stop):
             return
         memory = self._room(size)
         if memory is not None:
-            self._pages.read_state(move.tables, move.stop, memory)
-            self._later(move, None, memory)
+            self._pages.read_state(move.tables, stop, memory)
+            self._later(replace(move, states=(stop,)), None, memory)
 
     def _room(self, size: int) -> memoryview | None:
         """Memory for a copy; None where too much waits already."""
@@ -173,17 +175,22 @@ class Moving:
     def _offer(self, move: Move, blocks: Sequence[int] | None, memory: memoryview) -> None:
         """Name what was copied, and queue it to be put. ``blocks``: None for a state."""
         try:
-            space = move.prefix.space_in(self._attached.spaces, self._space)
-            chain = move.prefix.chain_in(space)
-            tokens, size = space.space.block_tokens, self._pages.block_bytes
-            publisher, ticket = self._attached.publisher, self._attached.ticket(space, move.prefix.terms.traffic_class)
-            if blocks is None:
-                publisher.offer_state(ticket, chain.state_name(move.stop * tokens), memory, 0)
-            for row, block in enumerate(blocks or ()):
-                publisher.offer_block(ticket, chain.names[block], tokens, memory[row * size : (row + 1) * size], 0)
+            self._queue(move, blocks, memory)
+        except Exception:  # the seam: what cannot be put is a later miss, and the next copies are put
+            log.exception("save_broke")
         finally:
             with self._lock:
                 self._copied_bytes -= len(memory)
+
+    def _queue(self, move: Move, blocks: Sequence[int] | None, memory: memoryview) -> None:
+        space = move.prefix.space_in(self._attached.spaces, self._space)
+        chain = move.prefix.chain_in(space)
+        tokens, size = space.space.block_tokens, self._pages.block_bytes
+        publisher, ticket = self._attached.publisher, self._attached.ticket(space, move.prefix.terms.traffic_class)
+        if blocks is None:
+            publisher.offer_state(ticket, chain.state_name(move.states[0] * tokens), memory, 0)
+        for row, block in enumerate(blocks or ()):
+            publisher.offer_block(ticket, chain.names[block], tokens, memory[row * size : (row + 1) * size], 0)
 
 
 def _blocks_loaded(future: Future[int]) -> int:

@@ -8,6 +8,7 @@ blocks are saved once all of their tokens are known and computed, so drafts that
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from kvstore.keys import Attachment as Input
 from kvstore.keys import BlockName, Space, decode_space
 from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
-from workers.adapters.attachment import Asked, Attachment, Settings
+from workers.adapters.attachment import Asked, Attachment, Settings, wishes_of
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
 from workers.adapters.vllm_step import Move, Prefix, Rank, Step
 from workers.spaces import TenantSpace
@@ -96,6 +97,7 @@ class Scheduling:
         self._ranks: tuple[Space, ...] = ()
         self._attached: Attachment | None = None
         self._adapters = AdapterDigests()
+        self._reset: tuple[Input, ...] = ()
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Move] = []
 
@@ -108,6 +110,13 @@ class Scheduling:
         if self._attached is not None:
             log.info("reprise_scheduler", extra={"counts": self._attached.stats()})
             self._attached.close(CLOSE_S)
+
+    def reset(self) -> None:
+        """What was cached is not to be used any more (the weights were changed in place, say): begin a world apart.
+
+        Nobody else names blocks so. Other processes are as before, and so is this one after a restart.
+        """
+        self._reset = (Input(0, os.urandom(32)),)
 
     # --- one request, in the order in which vLLM calls ----------------------------------------------------------------
 
@@ -143,9 +152,8 @@ class Scheduling:
         tracked.state = max(tracked.found.states, default=0)
         if tokens > 0:
             stop = tracked.first + tokens // self._block_tokens
-            move = self._move(
-                tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, stop in tracked.found.states
-            )
+            states = (stop,) if self._window_blocks else ()
+            move = self._move(tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, states)
             tracked.loading = move
             self._loads.append(move)
 
@@ -159,26 +167,22 @@ class Scheduling:
                 continue
             before = tracked.request.num_computed_tokens
             computed = min(before + scheduled, len(tracked.request.all_token_ids))
-            blocks, state = self._due(tracked, before, computed)
-            tables = pages.get_block_ids(request_id) if blocks or state else None
+            blocks, states = self._due(tracked, before, computed)
+            tables = pages.get_block_ids(request_id) if blocks or states else None
             if tables is not None:
                 stop = computed // self._block_tokens
-                step.saves.append(self._move(tracked, tables, blocks, stop, state))
+                step.saves.append(self._move(tracked, tables, blocks, stop, states))
         return step
 
     def hear(self, output: KVConnectorOutput) -> None:
-        """Workers say which loads failed: those are computed, and offered again."""
-        done = output.finished_recving or set()
-        for request_id in done:
-            tracked = self._requests.get(request_id)
-            if tracked is None or tracked.loading is None:
-                continue
-            move, tracked.loading = tracked.loading, None
-            bad = any(
-                output.invalid_block_ids.intersection(pages[block] for block in move.blocks) for pages in move.tables
-            )
-            if bad or request_id in output.failed_recving:
-                tracked.failed, tracked.found, tracked.saved, tracked.state = True, NOTHING, 0, 0
+        """Workers say which loads ended, and which failed: those are computed, and offered again."""
+        if output.invalid_block_ids or output.failed_recving:
+            for request_id, tracked in self._requests.items():
+                if tracked.loading is not None and _failed(tracked.loading, request_id, output):
+                    tracked.failed, tracked.found, tracked.saved, tracked.state = True, NOTHING, 0, 0
+        for request_id in output.finished_recving or ():
+            if request_id in self._requests:
+                self._requests[request_id].loading = None
 
     def leave(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
@@ -187,7 +191,7 @@ class Scheduling:
 
     def _prefix_of(self, request: Request) -> Prefix | None:
         """What names its blocks; None where something has no name that holds in another process."""
-        terms = self._settings.terms(request.kv_transfer_params)
+        terms = self._settings.terms(wishes_of(request.kv_transfer_params, request.kv_hints))
         tokens, lora = request.prompt_token_ids, request.lora_request
         if terms is None or tokens is None or request.prompt_embeds is not None or request.resumable:
             return None
@@ -195,7 +199,7 @@ class Scheduling:
         inputs = _inputs_of(request)
         if (lora is not None and adapter is None) or inputs is None:
             return None
-        return Prefix(list(tokens), inputs, terms, adapter)
+        return Prefix(list(tokens), (*self._reset, *inputs), terms, adapter)
 
     def _ask(self, prefix: Prefix) -> Asked[Found]:
         assert self._attached is not None
@@ -236,29 +240,44 @@ class Scheduling:
                 ticket = self._attached.ticket(space, tracked.prefix.terms.traffic_class)
                 self._attached.publisher.offer_touch(ticket, names)
 
-    def _due(self, tracked: Tracked, before: int, computed: int) -> tuple[list[int], bool]:
-        """Which blocks to save of a request that will be ``computed``, and whether the window behind them too.
+    def _due(self, tracked: Tracked, before: int, computed: int) -> tuple[list[int], tuple[int, ...]]:
+        """Which blocks to save of a request that will be ``computed``, and the boundaries whose windows to save.
 
-        Windows are kept where a prompt ends, and then once for each window that was generated.
+        A window is kept where a prompt ends, and then once for each window that was generated. Where a prompt ends with
+        a block, also a block before: the same prompt, sent again, has its last token computed.
         """
         stop, present = computed // self._block_tokens, tracked.found.present
         blocks = [at for at in range(tracked.saved, stop) if not (at < present.size and present[at])]
         tracked.saved = max(tracked.saved, stop)
-        if not self._window_blocks or stop <= tracked.state:
-            return blocks, False
         prompt = tracked.request.num_prompt_tokens
-        due = before < prompt <= computed or (computed > prompt and stop - tracked.state >= self._window_blocks)
-        tracked.state = stop if due else tracked.state
-        return blocks, due
+        if not self._window_blocks:
+            return blocks, ()
+        if before < prompt <= computed:
+            wanted = {(prompt - 1) // self._block_tokens, prompt // self._block_tokens}
+        else:
+            wanted = {stop} if computed > prompt and stop - tracked.state >= self._window_blocks else set()
+        states = tuple(sorted(wanted - tracked.found.states - {0}))
+        tracked.state = max(tracked.state, *wanted, 0)
+        return blocks, states
 
     def _move(
-        self, tracked: Tracked, tables: Sequence[Sequence[int]], blocks: Sequence[int], stop: int, state: bool
+        self,
+        tracked: Tracked,
+        tables: Sequence[Sequence[int]],
+        blocks: Sequence[int],
+        stop: int,
+        states: tuple[int, ...],
     ) -> Move:
         tokens = tracked.request.all_token_ids[: stop * self._block_tokens]
         prefix = replace(tracked.prefix, tokens=list(tokens))
         return Move(
-            tracked.request.request_id, prefix, tuple(tuple(pages[:stop]) for pages in tables), blocks, stop, state
+            tracked.request.request_id, prefix, tuple(tuple(pages[:stop]) for pages in tables), blocks, stop, states
         )
+
+
+def _failed(load: Move, request_id: str, output: KVConnectorOutput) -> bool:
+    pages = {table[block] for table in load.tables for block in load.blocks}
+    return request_id in output.failed_recving or not pages.isdisjoint(output.invalid_block_ids)
 
 
 def _inputs_of(request: Request) -> tuple[Input, ...] | None:

@@ -43,7 +43,7 @@ class Prefix:
 class Move:
     """Pages of one request that are to be loaded or saved: those of ``blocks``, all of which lie before ``stop``.
 
-    ``state``: the window before block ``stop`` is moved too.
+    ``states``: boundaries, as numbers of blocks, whose windows are moved too.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class Move:
     tables: Tables
     blocks: Sequence[int]
     stop: int
-    state: bool
+    states: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import json
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -49,7 +49,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore.keys import AttentionGroup, Space, opaque_name
 from kvstore.limits import BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX
 from kvstore.store import GetStatus
-from workers.adapters.attachment import Attachment, OptionError, Settings
+from workers.adapters.attachment import Attachment, OptionError, Settings, wishes_of
 from workers.adapters.pinned_puts import PinnedPuts, PutJob
 from workers.adapters.verdicts import RequestVerdicts, Verdicts
 
@@ -57,8 +57,6 @@ HELD_SHARE = 0.5
 """Of the primary tier's memory, what stores that wait may hold: the rest stays free for vLLM to evict from."""
 DRAIN_S = 10.0
 """Stores that have not begun by then are shed when vLLM waits for this tier."""
-HINT_TYPE = "reprise"
-"""Actions of this type among a request's KV hints are read like its ``kv_transfer_params``."""
 BLOCKS_METRIC = "vllm:kv_offload_reprise_blocks"
 
 _RESULT = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
@@ -200,7 +198,7 @@ class RepriseTier(SecondaryTierManager):
 
     def _begin(self, req_context: ReqContext) -> RequestVerdicts:
         """Read once whose request it is; vLLM keeps the result with the request."""
-        terms = self._attachment.settings.terms(_wishes(req_context))
+        terms = self._attachment.settings.terms(wishes_of(req_context.kv_transfer_params, req_context.kv_hints))
         if terms is None:
             request = RequestVerdicts(None, self._attachment.settings.traffic_class)
         else:
@@ -306,12 +304,3 @@ def _row_bytes(spec: Any, stride: int) -> int:
             f"block_size (or blocks_per_chunk) in kv_connector_extra_config"
         )
     return row_bytes
-
-
-def _wishes(req_context: ReqContext) -> Mapping[str, Any]:
-    """What a request says of itself: in its hints, and before all in its own parameters."""
-    wishes: dict[str, Any] = {}
-    for action in req_context.kv_hints.actions if req_context.kv_hints is not None else ():
-        if action.action_type == HINT_TYPE:
-            wishes.update(action.payload)
-    return {**wishes, **(req_context.kv_transfer_params or {})}

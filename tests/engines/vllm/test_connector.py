@@ -1,0 +1,292 @@
+"""The connector in a real vLLM on a CPU, float32: what is stored comes back, and nothing changes an answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvstore.client import StoreClient
+from kvstore.keys import tenant_salt
+from kvstore.store import GetStatus
+from kvstore.traffic import AGENT
+from tests.support.attached_engine import (
+    ANSWER_TOKENS,
+    BLOCK_TOKENS,
+    SHAPES,
+    Engine,
+    answers,
+    asks,
+    checkpoint,
+    connector,
+    engine,
+    options_of,
+    prompt,
+)
+from tests.support.store_process import ROOT, StoreProcess
+
+LENGTHS = (1, 31, 32, 33, 63, 64, 65, 97, 200, 320)
+PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+SETTLE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: checkpoint(kind, folder) for kind in SHAPES}
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[StoreProcess]:
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        node = StoreProcess(Path(folder))
+        node.begin()
+        yield node
+        node.end()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What an engine without a connector answers, and an attached one whose own prefix cache is off, so that whatever
+    it does not compute comes from the store.
+    """
+
+    kind: str
+    expected: list[list[int]]
+    attached: Engine
+
+    def ask(self, **params: str) -> list[dict[str, Any]]:
+        """All prompts; the answers are the expected ones, whatever else happens."""
+        results = asks(self.attached, PROMPTS, params)
+        assert answers(results) == self.expected
+        wait_for_puts()
+        return results
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def pair(request: pytest.FixtureRequest, models: dict[str, str], store: StoreProcess) -> Iterator[Pair]:
+    model = models[request.param]
+    with engine(model, None) as plain:
+        expected = answers(asks(plain, PROMPTS))
+    with engine(model, connector(store.address), enable_prefix_caching=False) as attached:
+        yield Pair(request.param, expected, attached)
+
+
+def wait_for_puts() -> None:
+    """Until everything that the engine in this process copied out is put."""
+    moving, until_s = get_kv_transfer_group().moving, time.monotonic() + SETTLE_S
+    while moving._copied_bytes or moving._attached.publisher.queue_bytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def external(results: Sequence[dict[str, Any]]) -> list[int]:
+    return [result["external"] for result in results]
+
+
+def hits_of(kind: str) -> list[int]:
+    """What vLLM can take from a store: whole blocks, and where windows slide, the last token has to be computed."""
+    return [(length - (kind != "llama")) // BLOCK_TOKENS * BLOCK_TOKENS for length in LENGTHS]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_fresh_engine_goes_on_where_another_stopped(kind: str, models: dict[str, str], store: StoreProcess) -> None:
+    """After an engine is gone, prompts of every length and the next turn of a conversation hit what can be hit, as
+    vLLM counts it, and the answers are those of an engine without a connector, token for token.
+    """
+    attached = connector(store.address, tenant="restarts")
+    with engine(models[kind], None) as plain:
+        expected = asks(plain, PROMPTS)
+        talk = PROMPTS[-1] + expected[-1]["tokens"] + prompt(50, 99)
+        expected_talk = asks(plain, [talk])
+    with engine(models[kind], attached) as first:
+        cold = asks(first, PROMPTS)
+    with engine(models[kind], attached) as second:
+        warm, warm_talk = asks(second, PROMPTS), asks(second, [talk])
+    assert answers(cold) == answers(warm) == answers(expected)
+    assert external(cold) == [0] * len(PROMPTS)
+    assert external(warm) == hits_of(kind)
+    assert answers(warm_talk) == answers(expected_talk)
+    assert warm_talk[0]["hit"] == (LENGTHS[-1] + ANSWER_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_two_processes_share_a_store(models: dict[str, str], store: StoreProcess) -> None:
+    """What one engine computed, another that runs beside it does not compute again."""
+    given = {"options": options_of(models["llama"]), "connector": connector(store.address, tenant="henry")}
+    command = [sys.executable, "-m", "ops.bench.attach_engine"]
+    other = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        tell = line_of(other, given)
+        assert "ready_s" in tell
+        told = line_of(other, {"op": "ask", "tokens": PROMPTS[-1], "answer": ANSWER_TOKENS})
+        with engine(models["llama"], given["connector"]) as mine:
+            found = mine.ask(PROMPTS[-1], ANSWER_TOKENS)
+        assert told["external"] == 0
+        assert found["external"] == hits_of("llama")[-1]
+        assert found["tokens"] == told["tokens"]
+    finally:
+        other.kill()
+        other.communicate(timeout=SETTLE_S)
+
+
+def line_of(process: subprocess.Popen[bytes], command: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(command).encode() + b"\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+def test_a_store_that_hangs_holds_up_nobody(models: dict[str, str]) -> None:
+    """While a look-up waits for a node that is silent, other requests run; at its deadline it is a miss."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{folder}/s")
+        silent.listen(64)
+        with engine(models["llama"], connector(f"unix:{folder}/s", lookup_deadline_s=3.0)) as attached:
+            alone = answers(asks(attached, [PROMPTS[-1]], {"reprise_cache": "off"}))
+            first_seen = run_together(attached, {"waits": {}, "runs": {"reprise_cache": "off"}}, PROMPTS[-1])
+            assert list(first_seen) == ["runs", "waits"]
+            assert list(first_seen.values()) == alone * 2
+
+
+def run_together(one: Engine, requests: dict[str, dict[str, str]], tokens: list[int]) -> dict[str, list[int]]:
+    """Answers of requests for one prompt, in the order in which they ended."""
+    for name, params in requests.items():
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
+        one._engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+    ended: dict[str, list[int]] = {}
+    while one._engine.has_unfinished_requests():
+        for output in one._engine.step():
+            if output.finished:
+                ended[output.request_id] = list(output.outputs[0].token_ids)
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda given: given.pop("kv_load_failure_policy"), "kv_load_failure_policy: write"),
+        (lambda given: given["kv_connector_extra_config"].pop("store"), "store: name at least one node"),
+    ],
+    ids=["policy", "store"],
+)
+def test_a_configuration_that_cannot_work_is_refused(
+    change: Callable[[dict[str, Any]], Any], told: str, models: dict[str, str]
+) -> None:
+    """vLLM does not start, and the message says what to write."""
+    given = connector("unix:/nowhere")
+    change(given)
+    with pytest.raises(Exception, match=told), engine(models["llama"], given):
+        pass
+
+
+# The fixture holds an engine while these run, and vLLM has one connector a process: others come before.
+
+
+def test_tenants_share_nothing_and_a_request_can_stay_out(pair: Pair) -> None:
+    """The tenant that a request names has its own blocks; one that is not to be cached, or whose wishes cannot be read,
+    neither finds nor leaves any.
+    """
+    assert external(pair.ask(reprise_tenant="alice")) == [0] * len(PROMPTS)
+    assert external(pair.ask(reprise_tenant="alice")) == hits_of(pair.kind)
+    assert external(pair.ask(reprise_tenant="bob", reprise_cache="off")) == [0] * len(PROMPTS)
+    assert external(pair.ask(reprise_tenant="bob", reprise_class="unheard")) == [0] * len(PROMPTS)
+    assert external(pair.ask(reprise_tenant="bob")) == [0] * len(PROMPTS)
+
+
+def test_blocks_are_kept_under_the_class_and_tenant_of_the_request(pair: Pair, store: StoreProcess) -> None:
+    """The store's own scan shows the class that the request named, in a space that carries its tenant's salt."""
+    pair.ask(reprise_tenant="carol", reprise_class="agent")
+    client = StoreClient.connect([store.address])
+    try:
+        spaces = client.spaces()
+        mine = [name for name, space in spaces.items() if space.tenant_salt == tenant_salt("carol")]
+        blocks = list(itertools.chain.from_iterable(client.scan(name)[0] for name in mine))
+        assert blocks
+        assert all(set(block.touches) == {AGENT} for block in blocks)
+        assert all(spaces[name].block_tokens == BLOCK_TOKENS and "float32" in spaces[name].kv_dtype for name in mine)
+    finally:
+        client.close()
+
+
+def test_loads_that_fail_change_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one block in twenty failing, every request is answered, and as if nothing were stored."""
+    pair.ask(reprise_tenant="dave")
+    draw, failed, get_into = random.Random(5), [], StoreClient.get_into
+
+    def fail_some(client: StoreClient, space: Any, names: Any, buffers: Any, **options: Any) -> list[GetStatus]:
+        statuses = get_into(client, space, names, buffers, **options)
+        for at, buffer in enumerate(buffers):
+            if draw.random() < 0.05:
+                buffer[:] = b"\xff" * len(buffer)  # what failed must not be read
+                statuses[at] = GetStatus.MISS
+                failed.append(at)
+        return statuses
+
+    monkeypatch.setattr(StoreClient, "get_into", fail_some)
+    hits = [sum(external(pair.ask(reprise_tenant="dave"))) for _ in range(6)]
+    assert failed
+    assert 0 < sum(hits) <= 6 * sum(hits_of(pair.kind))
+
+
+def test_windows_that_are_gone_are_no_hit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with sliding windows computes the whole prompt when the window is not there, though the blocks are."""
+    pair.ask(reprise_tenant="erin")
+    monkeypatch.setattr(StoreClient, "get_state", lambda *args, **options: None)
+    found = external(pair.ask(reprise_tenant="erin"))
+    assert found == hits_of(pair.kind)  # promised, then found gone: vLLM counts what it was promised
+    lookups = StoreClient.lookup
+    monkeypatch.setattr(
+        StoreClient, "lookup", lambda client, space, names, **options: lookups(client, space, names, deadline_s=5.0)
+    )
+    assert external(pair.ask(reprise_tenant="erin")) == (
+        hits_of(pair.kind) if pair.kind == "llama" else [0] * len(PROMPTS)
+    )
+
+
+def test_a_store_that_is_killed_and_comes_back_changes_no_answer(pair: Pair, store: StoreProcess) -> None:
+    """While it is down everything is computed; when it is back, its blocks are hits again (windows once they are saved
+    again: they do not survive).
+    """
+    pair.ask(reprise_tenant="frank")
+    store.kill()
+    assert external(pair.ask(reprise_tenant="frank")) == [0] * len(PROMPTS)
+    store.begin()
+    until_s = time.monotonic() + SETTLE_S
+    while external(pair.ask(reprise_tenant="frank")) != hits_of(pair.kind):
+        assert time.monotonic() < until_s
+
+
+def test_requests_together_get_the_answers_that_they_get_alone(pair: Pair) -> None:
+    """Loads of some overlap with the computing of others: hits and misses mixed in one batch."""
+    pair.ask(reprise_tenant="grace")
+    fresh = [prompt(length, 50 + length) for length in (40, 150, 260)]
+    alone = answers(asks(pair.attached, fresh, {"reprise_cache": "off"}))
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=ANSWER_TOKENS,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": {"reprise_tenant": "grace"}},
+    )
+    mixed = [{"prompt_token_ids": tokens} for tokens in PROMPTS + fresh]
+    together = pair.attached._llm.generate(mixed, sampling, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in together] == pair.expected + alone
+    assert [output.num_cached_tokens for output in together] == [*hits_of(pair.kind), 0, 0, 0]
