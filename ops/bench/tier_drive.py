@@ -33,7 +33,6 @@ STEP_S = 0.001
 STEPS_MAX = 60_000
 WEIGHTS_DIGEST = "ab" * 32
 """Of a model that there is not."""
-KIB, MIB = 1 << 10, 1 << 20
 NO_CHANGE = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
@@ -43,10 +42,11 @@ class DriveError(Exception):
 
 @dataclass(slots=True)
 class Steps:
-    """What the scheduler's thread spent in the manager, step by step, in seconds."""
+    """What the scheduler's thread spent in the manager, in seconds: steps that asked, their CPU time, stores begun."""
 
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    asking_s: list[float] = field(default_factory=list)
+    asking_cpu_s: list[float] = field(default_factory=list)
+    storing_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -81,22 +81,37 @@ class Drive:
                     break
             results.append(row)
         self.manager.on_schedule_end(NO_CHANGE)
-        self.steps.cpu_s.append(time.thread_time() - cpu_s)
-        self.steps.wall_s.append(time.perf_counter() - wall_s)
+        if asked:
+            self.steps.asking_cpu_s.append(time.thread_time() - cpu_s)
+            self.steps.asking_s.append(time.perf_counter() - wall_s)
         return results
 
     def store(self, request: ReqContext, keys: Sequence[OffloadKey], payloads: Sequence[npt.NDArray[np.uint8]]) -> int:
         """What the scheduler and a copy worker do to store chunks; returns how many the primary tier took."""
+        taken = self.fill(request, keys, payloads)
+        self.complete(request, taken)
+        return len(taken)
+
+    def fill(
+        self, request: ReqContext, keys: Sequence[OffloadKey], payloads: Sequence[npt.NDArray[np.uint8]]
+    ) -> list[OffloadKey]:
+        """Put chunks into the primary tier; returns those that it lacked and had room for."""
         prepared = self.manager.prepare_store(keys, request)
         if prepared is None:
-            return 0
+            return []
         at = {key: number for number, key in enumerate(keys)}
-        for key, chunk in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
+        taken: list[OffloadKey] = prepared.keys_to_store
+        for key, chunk in zip(taken, prepared.store_spec.chunk_ids, strict=True):
             payload = payloads[at[key]]
             self.rows[chunk, : payload.size] = payload
-        if prepared.keys_to_store:
-            self.manager.complete_store(prepared.keys_to_store, request)
-        return len(prepared.keys_to_store)
+        return taken
+
+    def complete(self, request: ReqContext, keys: Sequence[OffloadKey]) -> None:
+        """The copies are done: the secondary tier's store begins."""
+        if keys:
+            began_s = time.perf_counter()
+            self.manager.complete_store(keys, request)
+            self.steps.storing_s.append(time.perf_counter() - began_s)
 
     def settle(self) -> None:
         """Step until no job is left."""
@@ -121,12 +136,11 @@ class Drive:
             time.sleep(STEP_S)
         raise DriveError("look-ups do not end")
 
-    def read(self, request: ReqContext, keys: Sequence[OffloadKey], size: int) -> list[bytes]:
-        """Chunks as a copy worker finds them in the primary tier."""
+    def read(self, request: ReqContext, keys: Sequence[OffloadKey]) -> list[npt.NDArray[np.uint8]]:
+        """Chunks' rows as a copy worker finds them in the primary tier, valid until something else is stored."""
         chunks = self.manager.prepare_load(keys, request).chunk_ids
-        payloads = [self.rows[chunk, :size].tobytes() for chunk in chunks]
         self.manager.complete_load(keys, request)
-        return payloads
+        return [self.rows[chunk] for chunk in chunks]
 
     def finish(self, *requests: ReqContext) -> None:
         for request in requests:

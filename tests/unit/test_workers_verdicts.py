@@ -134,6 +134,7 @@ def test_a_question_without_an_answer_is_a_miss_at_its_deadline(make: Make) -> N
     assert bench.verdicts.of(request, b"a") is None
     bench.verdicts.send()
     bench.now_s[0] = 4.9
+    bench.verdicts.settle()
     assert bench.verdicts.of(request, b"a") is None
     bench.now_s[0] = 5.1
     bench.verdicts.send()

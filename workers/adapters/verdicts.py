@@ -66,12 +66,9 @@ class Verdicts:
         self._counts = counts
         self._unsent: dict[RequestVerdicts, None] = {}
         self._open: list[_Question] = []
-        self._may_have_answers = False
 
     def of(self, request: RequestVerdicts, key: EngineKey) -> Verdict:
-        """Whether a block is stored, as far as that is known; what nobody asked yet is asked by the next ``send``."""
-        if self._may_have_answers:
-            self.settle()
+        """Whether a block is stored, as of the last ``settle``; what nobody asked yet is asked by the next ``send``."""
         known = request.known
         if key in known:
             return known[key]
@@ -97,11 +94,9 @@ class Verdicts:
             for space, parts in by_space.values():
                 for batch in _batches(parts):
                     self._open.append(_Question(batch, self._ask(space, batch)))
-        self._may_have_answers = bool(self._open)
 
     def settle(self) -> None:
         """Take over what was answered since the last time; what came to its deadline without an answer is a miss."""
-        self._may_have_answers = False
         if not self._open:
             return
         still_open = []

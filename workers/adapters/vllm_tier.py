@@ -99,6 +99,10 @@ class RepriseTier(SecondaryTierManager):
         self._verdicts = Verdicts(self._attachment, self._tokens_of, self._counts)
         self._puts = PinnedPuts(self._attachment, held_bytes_max=int(HELD_SHARE * primary_kv_view.nbytes))
         self._puts.start()
+        self._nobody = RequestVerdicts(None, settings.traffic_class)
+        self._turn: ReqContext | None = None
+        self._asking = self._nobody
+        """Whose look-ups come now, and what it was told."""
         self._unwanted: list[JobResult] = []
         self._loading: dict[int, Future[None]] = {}
         self._loaded: deque[tuple[_Load, list[bool], float]] = deque()
@@ -111,14 +115,19 @@ class RepriseTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        request = req_context.get_state(RequestVerdicts)
-        return _RESULT[self._verdicts.of(request or self._begin(req_context), key)]
+        """Called for every chunk of every waiting request in every step, one request after another: kept short."""
+        if req_context is not self._turn:
+            self._turn, self._asking = req_context, self._request(req_context)
+        known = self._asking.known
+        return _RESULT[known[key] if key in known else self._verdicts.of(self._asking, key)]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._verdicts.send()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._verdicts.forget(self._request(req_context))
+        if req_context is self._turn:
+            self._turn, self._asking = None, self._nobody
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         request = self._request(req_context)
@@ -151,6 +160,8 @@ class RepriseTier(SecondaryTierManager):
         self._loading[number] = self._attachment.load_soon(lambda left_s: self._run_load(load, left_s))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """vLLM asks once a step, before its first look-up: verdicts that came are taken over here too."""
+        self._verdicts.settle()
         results, self._unwanted = self._unwanted, []
         for put in self._puts.finished():
             results.append(JobResult(put.number, put.done, transfer_time=put.seconds, transfer_bytes=put.sent_bytes))

@@ -1,0 +1,237 @@
+"""Our tier of vLLM against vLLM's own file tier, through vLLM's own manager; runs inside an environment with vLLM.
+
+    python -m ops.bench.attach_tier --store unix:/run/reprise/store.sock --folder /srv/bench
+
+Prints one line of JSON: figures by tier. Owns the rounds and the figures. Does not know the tiers, nor the node behind
+ours. Invariants: every tier has a manager and memory of its own and does the same jobs in every round, beginning with
+another one each time; keys are new in every round; what was loaded is compared with what was stored, byte by byte,
+outside the time that counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+
+from ops.bench.tier_drive import TIER_MODULE, WEIGHTS_DIGEST, Drive, DriveError, Steps, open_drive
+
+REPRISE, FS, FS_BUFFERED = "reprise", "fs", "fs buffered"
+"""The file tier goes around the page cache where it can; told not to, it is the harder one to beat."""
+CHUNK_BYTES = 2 << 20
+"""16 tokens of a model of 8 billion parameters."""
+REQUESTS = 4
+REQUEST_CHUNKS = 16
+LOOK_UP_KEYS = 4096
+ROUNDS = 7
+COLD_ROUNDS = 3
+GIGA = 1e9
+
+
+@dataclass(slots=True)
+class Contender:
+    """A tier under measurement. ``files``: the folder of its files, to drop them from the page cache."""
+
+    name: str
+    drive: Drive
+    files: Path | None
+    store_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    load_cold_s: list[float] = field(default_factory=list)
+    look_up_s: list[float] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget what was measured so far."""
+        for samples in (self.store_s, self.load_s, self.load_cold_s, self.look_up_s):
+            samples.clear()
+        self.drive.steps = Steps()
+
+    def figures(self, job_bytes: int) -> dict[str, float]:
+        """Medians over the rounds."""
+        steps = self.drive.steps
+        figures = {
+            "load_gb_per_s": job_bytes / GIGA / median(self.load_s),
+            "store_gb_per_s": job_bytes / GIGA / median(self.store_s),
+            "lookups_per_s": LOOK_UP_KEYS / median(self.look_up_s),
+            "step_us": 1e6 * median(steps.asking_s),
+            "step_p99_us": 1e6 * float(np.quantile(steps.asking_s, 0.99)),
+            "step_cpu_us": 1e6 * median(steps.asking_cpu_s),
+            "begin_store_us": 1e6 * median(steps.storing_s),
+        }
+        if self.load_cold_s:
+            figures["load_cold_gb_per_s"] = job_bytes / GIGA / median(self.load_cold_s)
+        return figures
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """What every tier does in one round: requests of some chunks each, under keys that nobody has."""
+
+    keys: Sequence[Sequence[OffloadKey]]
+    payloads: Sequence[Sequence[npt.NDArray[np.uint8]]]
+
+    @classmethod
+    def new(cls, payloads: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> Jobs:
+        return cls([new_keys(len(row)) for row in payloads], payloads)
+
+
+def new_keys(count: int) -> list[OffloadKey]:
+    return [make_offload_key(os.urandom(32), 0) for _ in range(count)]
+
+
+def measure(
+    store: str,
+    folder: Path,
+    *,
+    data: Path | None = None,
+    rounds: int = ROUNDS,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> dict[str, dict[str, float]]:
+    """Figures by tier. ``store``: a node's address; ``data``: its folder, if cold loads are wanted.
+
+    ``folder`` is where the file tier writes, emptied afterwards. Raises DriveError, also for bytes that differ.
+    """
+    source = np.frombuffer(os.urandom(chunk_bytes + REQUESTS * REQUEST_CHUNKS), np.uint8)
+    payloads = [
+        [source[(at := row * REQUEST_CHUNKS + column) : at + chunk_bytes] for column in range(REQUEST_CHUNKS)]
+        for row in range(REQUESTS)
+    ]
+    with _contenders(store, folder, data, chunk_bytes) as contenders:
+        for number in range(rounds + 1):
+            jobs = Jobs.new(payloads)
+            if number == 1:  # the round before was for warming up
+                for contender in contenders:
+                    contender.reset()
+            for contender in _in_turns(contenders, number):
+                _round(contender, jobs)
+        for number in range(COLD_ROUNDS if data is not None else 0):
+            for contender in _in_turns(contenders, number):
+                _load_cold(contender, jobs)
+        job_bytes = REQUESTS * REQUEST_CHUNKS * chunk_bytes
+        return {contender.name: contender.figures(job_bytes) for contender in contenders}
+
+
+def _in_turns(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    return [contenders[(number + at) % len(contenders)] for at in range(len(contenders))]
+
+
+def _round(contender: Contender, jobs: Jobs) -> None:
+    """Store, load, look up what is not there: each timed by itself, on an empty primary tier."""
+    drive = contender.drive
+    os.sync()  # nobody pays for what another one wrote
+    contender.store_s.append(_store(drive, jobs))
+    drive.forget()
+    contender.load_s.append(_load(drive, jobs))
+    drive.forget()
+    asked = [(drive.request(), new_keys(LOOK_UP_KEYS // REQUESTS)) for _ in range(REQUESTS)]
+    began_s = time.perf_counter()
+    hits = drive.look_up(asked)
+    contender.look_up_s.append(time.perf_counter() - began_s)
+    drive.finish(*(request for request, _ in asked))
+    if any(hits):
+        raise DriveError(f"{contender.name} has chunks that nobody stored")
+
+
+def _load_cold(contender: Contender, jobs: Jobs) -> None:
+    """Load once more what the last round stored, from the device."""
+    if contender.files is not None:
+        drop_cache(contender.files)
+        contender.load_cold_s.append(_load(contender.drive, jobs))
+        contender.drive.forget()
+
+
+def _store(drive: Drive, jobs: Jobs) -> float:
+    """Seconds until the secondary tier has what lies in the primary."""
+    requests = [drive.request() for _ in jobs.keys]
+    taken = [
+        drive.fill(request, keys, payloads)
+        for request, keys, payloads in zip(requests, jobs.keys, jobs.payloads, strict=True)
+    ]
+    if sum(map(len, taken)) != sum(map(len, jobs.keys)):
+        raise DriveError("the primary tier is too small")
+    began_s = time.perf_counter()
+    for request, keys in zip(requests, taken, strict=True):
+        drive.complete(request, keys)
+    drive.settle()
+    seconds = time.perf_counter() - began_s
+    drive.finish(*requests)
+    return seconds
+
+
+def _load(drive: Drive, jobs: Jobs) -> float:
+    """Seconds from the first look-up until all of it lies in the primary tier, where it is then compared."""
+    asked: list[tuple[ReqContext, Sequence[OffloadKey]]] = [(drive.request(), keys) for keys in jobs.keys]
+    began_s = time.perf_counter()
+    hits = drive.look_up(asked)
+    seconds = time.perf_counter() - began_s
+    if hits != [len(keys) for keys in jobs.keys]:
+        raise DriveError(f"stored {[len(keys) for keys in jobs.keys]} chunks, found {hits}")
+    for (request, keys), payloads in zip(asked, jobs.payloads, strict=True):
+        for row, payload in zip(drive.read(request, keys), payloads, strict=True):
+            if not np.array_equal(row[: payload.size], payload):
+                raise DriveError("a chunk came back with other bytes")
+    drive.finish(*(request for request, _ in asked))
+    return seconds
+
+
+@contextmanager
+def _contenders(store: str, folder: Path, data: Path | None, chunk_bytes: int) -> Iterator[list[Contender]]:
+    """Every tier, opened; ended and its files removed when the block is."""
+    files = {name: folder / name.replace(" ", "-") for name in (FS, FS_BUFFERED)}
+    ours: dict[str, Any] = {"type": "RepriseTier", "module_path": TIER_MODULE, "store": store}
+    ours |= {"weights_digest": WEIGHTS_DIGEST, "lookup_deadline_s": 5.0, "load_deadline_s": 30.0}
+    made: list[Contender] = []
+    chunks = 2 * REQUESTS * REQUEST_CHUNKS + 2  # what waits to be stored may be half of it, in ours
+    try:
+        made.append(Contender(REPRISE, open_drive(ours, chunks=chunks, chunk_bytes=chunk_bytes), data))
+        for name, root in files.items():
+            drive = open_drive({"type": "fs", "root_dir": str(root)}, chunks=chunks, chunk_bytes=chunk_bytes)
+            made.append(Contender(name, drive, root if data is not None else None))
+        made[-1].drive.tier._use_o_direct = False
+        yield made
+    finally:
+        for contender in made:
+            contender.drive.close()
+        for root in files.values():
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def drop_cache(folder: Path) -> None:
+    """Have files read from their device the next time."""
+    os.sync()
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Our tier of vLLM against its file tier; prints JSON.")
+    parser.add_argument("--store", required=True, help="a node's address, such as unix:/run/reprise/store.sock")
+    parser.add_argument("--folder", required=True, type=Path, help="where the file tier writes; best beside the node's")
+    parser.add_argument("--data", type=Path, help="the node's data directory: measure loads from the device too")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--chunk-bytes", type=int, default=CHUNK_BYTES)
+    given = parser.parse_args()
+    figures = measure(given.store, given.folder, data=given.data, rounds=given.rounds, chunk_bytes=given.chunk_bytes)
+    print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
