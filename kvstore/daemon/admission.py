@@ -28,7 +28,7 @@ READ_SHARE = 0.5
 """Of the budget, what reads may hold and still go before waiting puts; beyond it they queue like everybody."""
 HOLD_DECAY = 0.9
 """Weight of what was known before, at each loan that ends: about the last ten count."""
-IDLE_BUFFERS_MAX = 8
+IDLE_BUFFERS_MAX = 4
 """Buffers kept for reuse; beyond them memory goes back to the system."""
 
 

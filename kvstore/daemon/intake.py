@@ -18,7 +18,7 @@ from kvstore.daemon.ledger import Ledger
 from kvstore.daemon.offers import Offers
 from kvstore.daemon.presence import key_words
 from kvstore.daemon.wear import DAY_S, Wear
-from kvstore.daemon.writer import Writer
+from kvstore.daemon.writer import PutUnderWay, Writer
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.store import PutOutcome
 from kvstore.traffic import SECOND_TOUCH, ClassRule, ClassRules
@@ -66,7 +66,7 @@ class Intake:
 
 
 class SelectiveWriter:
-    """The writer of one shard behind the intake. Runs under the shard's writer lock, as the writer does."""
+    """The writer of one shard behind the intake. Runs under the shard's outer lock, as the writer does."""
 
     def __init__(
         self, writer: Writer, ledger: Ledger, rules: Callable[[], ClassRules], intake: Intake, wear: Wear
@@ -97,6 +97,21 @@ class SelectiveWriter:
         stored_bytes = sum(int(sizes[at]) for at in chosen if outcomes[at] is PutOutcome.STORED)
         self._intake.settle(rule, int(sizes[chosen].sum()) - stored_bytes)
         self._wear.count_class(class_byte, stored_bytes, now_s)
+        return outcomes
+
+    def begin(
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool
+    ) -> PutUnderWay | None:
+        """As ``Writer.begin``; None where there is something to choose."""
+        rule = self._rules().by_byte(class_byte)
+        if rule is not None and self._intake.chooses(rule):
+            return None
+        return self._writer.begin(space_id, blocks, class_byte, now_s, for_disk=for_disk)
+
+    def end(self, put: PutUnderWay) -> list[PutOutcome] | None:
+        """As ``Writer.end``."""
+        outcomes = self._writer.end(put)
+        self._ledger.compact_if_due()
         return outcomes
 
     def _fresh(self, blocks: Incoming) -> npt.NDArray[np.intp]:

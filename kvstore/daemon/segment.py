@@ -165,12 +165,12 @@ class Segment:
     __slots__ = (
         "_dropped",
         "_durable",
+        "_end",
         "_hastened",
         "_syncing",
         "begun",
         "bypass",
         "dirty",
-        "end",
         "failed",
         "fd",
         "files",
@@ -178,7 +178,9 @@ class Segment:
         "leases",
         "oldest_s",
         "path",
+        "promised_bytes",
         "sealed",
+        "tail",
         "torn",
         "unsafe",
     )
@@ -189,6 +191,8 @@ class Segment:
         self.fd = fd
         self.header = header
         self.end = end
+        self.promised_bytes = 0
+        """Room that puts under way are going to take, or have taken."""
         self.sealed = sealed
         self.failed = False
         self.torn = False
@@ -258,7 +262,16 @@ class Segment:
 
     @property
     def room_bytes(self) -> int:
-        return 0 if self.sealed or self.failed else self.header.segment_bytes - self.end
+        return 0 if self.sealed or self.failed else self.header.segment_bytes - self.tail - self.promised_bytes
+
+    @property
+    def end(self) -> int:
+        """Where the records end that count, and the next is appended to them unless puts are under way."""
+        return self._end
+
+    @end.setter
+    def end(self, end: int) -> None:
+        self._end = self.tail = end
 
     def reformat(self, header: SegmentHeader) -> None:
         """Begin another life under a new generation; what was stored is gone. Raises OSError (and marks it failed)."""
@@ -286,16 +299,29 @@ class Segment:
 
     def append(self, parts: Sequence[Buffer], total_bytes: int) -> None:
         """Write whole records (headers, payloads, padding) at ``end``. Raises OSError; ``end`` then stays."""
+        self.append_ahead(parts, total_bytes)
+        self.end = self.tail
+
+    def append_ahead(self, parts: Sequence[Buffer], total_bytes: int) -> None:
+        """Write whole records at ``tail``, beyond what counts so far. Raises OSError; ``tail`` then stays."""
         try:
-            self.files.write(self.fd, parts, self.end)
+            self.files.write(self.fd, parts, self.tail)
         except OSError:
             self.torn = True
             raise
-        self.end += total_bytes
+        self.tail += total_bytes
         self.dirty = True
-        if self.bypass and self.end - self._hastened >= WRITE_BACK_BYTES:
+        if self.bypass and self.tail - self._hastened >= WRITE_BACK_BYTES:
             self.hasten(self._hastened)
-            self._hastened = self.end
+            self._hastened = self.tail
+
+    def count(self, begin: int, total_bytes: int) -> bool:
+        """Let what was written ahead at ``begin`` count; False if what goes before it does not."""
+        if begin != self.end or self.torn:
+            return False
+        self._end = begin + total_bytes
+        self.dirty = True  # a flush may have taken it along, but nobody noted that
+        return True
 
     def reach_back(self, written_s: int) -> None:
         """A record that was written then is going to be in it, before this life began or not. Raises OSError."""
@@ -306,7 +332,7 @@ class Segment:
 
     def hasten(self, begin: int) -> None:
         """Let the device begin with what was appended from ``begin`` on: somebody is going to wait for it."""
-        self.files.hasten(self.fd, begin, self.end - begin)
+        self.files.hasten(self.fd, begin, self.tail - begin)
 
     def read_ahead(self, offset: int, count: int) -> None:
         """Let the device begin to read: somebody is going to ask for it."""

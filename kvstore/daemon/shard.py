@@ -3,8 +3,8 @@
 Owns opening, closing, reading and deleting; puts are ``writer``'s, room is ``reclaimer``'s. Does not know spaces'
 meaning, placement or the network. Invariants:
 
-- Two locks. ``_writer`` (outer) serialises everything that appends, moves or recycles; the ledger's (inner, short)
-  guards presence and index.
+- Two locks. That of ``_turns`` (outer) serialises everything that appends, moves or recycles, but lets puts of new
+  blocks work side by side; the ledger's (inner, short) guards presence and index.
 - A put goes record, index, presence; a removal goes mark on disk, presence, index. A crash in between leaves a record
   that recovery adopts, or a dead one that nobody serves.
 - A reader holds a lease on the segment outside the locks. Every read verifies header, location, key, mark and
@@ -60,9 +60,10 @@ from kvstore.daemon.segments import SegmentSet
 from kvstore.daemon.sweeping import sweep_round
 from kvstore.daemon.tallies import Counters, account_of, effects_of
 from kvstore.daemon.terms import Terms
+from kvstore.daemon.turns import Turns
 from kvstore.daemon.volume import INGEST_NAME, SCRUB_NAME, Volume, VolumeLayout
 from kvstore.daemon.writer import Writer
-from kvstore.errors import DeadlineExceeded, Unavailable, VolumeError
+from kvstore.errors import Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.promises import ClassIngest, Room
 from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, PutOutcome, Sighting
@@ -109,7 +110,7 @@ class Shard:
         self._rules_here = self._here(rules)
         self._pins = pins
         self._ciphers = ciphers
-        self._writer = threading.Lock()
+        self._turns = Turns()
         self._reclaimer = Reclaimer(
             parts.ledger, lambda: self._rules_here, parts.layout.index_budget_bytes, overwrite=bounds.overwrite_aged
         )
@@ -349,9 +350,14 @@ class Shard:
     ) -> list[PutOutcome]:
         """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
         end_s = time.monotonic() + deadline_s
-        with self._writing(deadline_s):
-            outcomes = self._put.put(space_id, blocks, class_byte, now_s, for_disk=ack != "os")
-            self._ledger.compact_if_due()
+        for_disk = ack != "os"
+        outcomes = self._turns.beside(
+            lambda: self._put.begin(space_id, blocks, class_byte, now_s, for_disk=for_disk), self._put.end, deadline_s
+        )
+        if outcomes is None:
+            with self._writing(end_s - time.monotonic()):
+                outcomes = self._put.put(space_id, blocks, class_byte, now_s, for_disk=for_disk)
+                self._ledger.compact_if_due()
         stored = [at for at, outcome in enumerate(outcomes) if outcome <= PutOutcome.REPLACED]
         if ack == "disk" and stored:
             keys = [blocks.keys[at] for at in stored]
@@ -445,7 +451,7 @@ class Shard:
 
     def set_pins(self, pins: Pins, holds: Pins) -> None:
         """Replace all pins: ends by (space id, key). ``holds``: those that are legal holds, a maximum age or not."""
-        with self._writer, self._ledger.changing():
+        with self._turns.alone(), self._ledger.changing():
             self._pins = pins
             self._ledger.presence.unpin_all()
             self._ledger.presence.set_holds({fingerprint_of(key): until_s for (_, key), until_s in holds.items()})
@@ -477,7 +483,7 @@ class Shard:
             raise VolumeError(f"{self.volume.path} could not be erased: {error}") from error
 
     def set_rules(self, rules: ClassRules) -> None:
-        with self._writer, self._ledger.changing():
+        with self._turns.alone(), self._ledger.changing():
             self._rules, self._rules_here = rules, self._here(rules)
             self._ledger.presence.set_rules(Terms.of(rules))
 
@@ -546,7 +552,7 @@ class Shard:
 
     def accounting(self) -> dict[str, int]:
         """As ``account_of``."""
-        with self._writer, self._ledger.lock:
+        with self._turns.alone(), self._ledger.lock:
             return account_of(self._ledger.presence, self._ledger.segments.segments.values())
 
     def close(self, *, sync: bool = True) -> None:
@@ -555,7 +561,7 @@ class Shard:
         end_s = time.monotonic() + CLOSE_S_MAX
         while sync and time.monotonic() < end_s and self._leases():
             time.sleep(0.005)
-        with self._writer, self._ledger.lock:
+        with self._turns.alone(), self._ledger.lock:
             if self._ledger.index.closed:
                 return
             if sync:
@@ -578,20 +584,16 @@ class Shard:
 
     @contextlib.contextmanager
     def _writing(self, deadline_s: float) -> Iterator[None]:
-        if not self._writer.acquire(timeout=min(max(0.0, deadline_s), threading.TIMEOUT_MAX)):
-            raise DeadlineExceeded("the shard's writer was busy until the deadline")
-        try:
+        with self._turns.alone(deadline_s):
             if self._ledger.index.closed:
                 raise Unavailable("the store is closing")
             yield
-        finally:
-            self._writer.release()
 
     def _seal(self, segment: Segment, generation: int) -> None:
         """Flush a full segment without any lock, then mark it in the writer's name."""
         with contextlib.suppress(OSError):  # the segment remembers, and the seal tries again
             segment.sync(if_dirty=True)
-        with self._writer:
+        with self._turns.alone():
             if not self._ledger.index.closed:
                 self._ledger.segments.seal_if_still(segment, generation)
 

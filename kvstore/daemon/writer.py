@@ -1,10 +1,10 @@
 """Putting blocks: which of a batch are new, where they go, and what counts as done.
 
-Owns the order record, index, presence. Does not make room (the reclaimer does) nor wait for the disk (the shard
-does). Runs under the shard's writer lock. Invariants: consecutive blocks are gather writes, and one index batch; bytes
-are verified after they were written, while they are in the processor's cache, so that a payload that changed on its way
-or meanwhile is dead before anybody can be told that it is stored; a block that is not stored leaves no trace that a
-restart would find.
+Owns the order record, index, presence. Does not make room (the reclaimer does) nor wait for the disk (the shard does).
+Runs under the shard's outer lock, but for what a ``PutUnderWay`` does. Invariants: consecutive blocks are gather
+writes, and one index batch; bytes are verified after they were written, while they are in the processor's cache, so
+that a payload that changed on its way or meanwhile is dead before anybody can be told that it is stored; a block that
+is not stored leaves no trace that a restart would find.
 """
 
 from __future__ import annotations
@@ -88,6 +88,49 @@ class _Batch:
         """By position: slot and record of blocks that expired, to be buried before they are written anew."""
         self.record_bytes = blocks.record_bytes()
 
+    @property
+    def total_bytes(self) -> int:
+        return int(self.record_bytes.sum())
+
+
+class PutUnderWay:
+    """New blocks for which there is room in a segment. First ``write``, in turn, then ``check``; then ``Writer.end``,
+    in turn again, says whether they count.
+    """
+
+    def __init__(self, batch: _Batch, segment: Segment, parts: set[bytes]) -> None:
+        self.batch = batch
+        self.segment = segment
+        self.parts = parts
+        self.begin = 0
+        self.headers: Headers
+        self.intact: npt.NDArray[np.bool_] | None = None
+        """By block, whether what was written is what was submitted; None: nothing was, or not all."""
+        self._written = 0
+
+    def write(self) -> None:
+        """Gather writes of all that is to be stored; where one fails, no other follows."""
+        batch, segment = self.batch, self.segment
+        everything = np.arange(len(batch.blocks))
+        self.begin = segment.tail
+        self.headers = _headers(batch, everything, segment)
+        try:
+            if segment.torn:
+                raise OSError(errno.EIO, "what goes before was not written")
+            for begin, end in _writes(batch.record_bytes):
+                parts, total_bytes = _parts(self.headers[begin:end], batch.blocks.stored[begin:end])
+                segment.append_ahead(parts, total_bytes)
+                if batch.for_disk:
+                    segment.hasten(segment.tail - total_bytes)
+                self._written = end
+        except OSError as error:
+            log.error("records_not_written segment=%d problem=%r", segment.number, error)
+
+    def check(self) -> None:
+        """Compare what was written with what was submitted."""
+        if self._written == len(self.batch.blocks):
+            self.intact = np.array(_are_intact(self.batch.blocks, range(self._written)))
+
 
 class Writer:
     """``pins``: ends of pins by space and key."""
@@ -103,6 +146,8 @@ class Writer:
         self._reclaimer = reclaimer
         self._rules = rules
         self._pins = pins
+        self._busy: set[bytes] = set()
+        """Of what is under way, the part of each key that a fingerprint is made of."""
 
     def put(
         self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool = False
@@ -176,6 +221,51 @@ class Writer:
             self._not_indexed([header.offset], segment, header.written_s, error)
             return None
         return PutOutcome.STORED if intact else PutOutcome.ALTERED
+
+    # --- new blocks, beside others ------------------------------------------------------------------------------------
+
+    def begin(
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool
+    ) -> PutUnderWay | None:
+        """Set room aside for blocks of which nothing is known, where there is some; None: ``put`` has to see to it.
+
+        The put then goes on without the shard's lock, except for its ``end``.
+        """
+        parts = {_distinct_part(key) for key in blocks.keys}
+        if not 1 < len(blocks) == len(parts) <= RUN_BLOCKS_MAX or blocks.altered or not self._busy.isdisjoint(parts):
+            return None
+        ledger = self._ledger
+        with ledger.lock:
+            if (ledger.presence.slots(key_words(b"".join(blocks.keys))) >= 0).any():
+                return None
+            count = len(ledger.presence) + len(self._busy) + len(blocks)
+        if ledger.index.closed or ledger.index.refusing or count > self._reclaimer.blocks_max:
+            return None
+        day = expiry_day(now_s + self._rules().keep_for_s(class_byte))
+        batch = _Batch(space_id, blocks, class_byte, now_s, for_disk)
+        segment = self._reclaimer.segment_at_hand(class_byte, day, batch.total_bytes, now_s)
+        if segment is None:
+            return None
+        segment.promised_bytes += batch.total_bytes
+        self._busy |= parts
+        return PutUnderWay(batch, segment, parts)
+
+    def end(self, put: PutUnderWay) -> list[PutOutcome] | None:
+        """Make what was written count. None if it does not, so that it has to be put again: nothing is left of it."""
+        batch, segment = put.batch, put.segment
+        segment.promised_bytes -= batch.total_bytes
+        self._busy -= put.parts
+        if put.intact is None or not segment.count(put.begin, batch.total_bytes):
+            if not segment.sealed:  # else one that went before has taken all back
+                self._ledger.counters.write_errors += 1
+                segment.take_back(segment.end)
+                self._ledger.segments.retire(segment)
+            return None
+        self._ledger.counters.bytes_written += batch.total_bytes
+        if not self._commit(batch, np.arange(len(batch.blocks)), put.headers, put.intact, segment):
+            return None
+        self._count(batch.outcomes)
+        return batch.outcomes
 
     # --- what to do with each block ---------------------------------------------------------------------------------
 
@@ -281,7 +371,7 @@ class Writer:
             log.error("records_not_written segment=%d problem=%r", segment.number, error)
             return False
         if for_disk:
-            segment.hasten(segment.end - total_bytes)
+            segment.hasten(segment.tail - total_bytes)
         self._ledger.counters.bytes_written += total_bytes
         return True
 
@@ -350,7 +440,7 @@ class Writer:
 
 def _distinct_runs(keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
     """Cut a batch so that no run names a key twice, nor two keys of one fingerprint: the second finds the first."""
-    if len({key[:8] for key in keys}) == len(keys):
+    if len({_distinct_part(key) for key in keys}) == len(keys):
         return [(0, len(keys))]
     runs: list[tuple[int, int]] = []
     begin = 0
@@ -363,6 +453,11 @@ def _distinct_runs(keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
             seen.clear()
         seen.add(fingerprint)
     return [*runs, (begin, len(keys))]
+
+
+def _distinct_part(key: BlockKey) -> bytes:
+    """What a fingerprint is made of."""
+    return key[:8]
 
 
 def _fitting(
@@ -390,7 +485,7 @@ def _writes(record_bytes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 def _headers(batch: _Batch, run: npt.NDArray[np.int64], segment: Segment) -> Headers:
     """The headers of a run that is appended to a segment."""
     headers = headers_for(batch.blocks.rows[run])
-    ends = segment.end + np.cumsum(batch.record_bytes[run])
+    ends = segment.tail + np.cumsum(batch.record_bytes[run])
     headers["offset"] = ends - batch.record_bytes[run]
     headers["segment"], headers["generation"] = segment.number, segment.header.generation
     headers["space"] = np.frombuffer(batch.space_id, dtype="<u8")

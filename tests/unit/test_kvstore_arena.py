@@ -104,7 +104,7 @@ def folder() -> Iterator[Path]:
 
 
 def open_node(folder: Path, files: Files | None = None) -> Node:
-    config = NodeConfig(directories=(folder / "data",), capacity_bytes=128 * limits.MIB, segment_bytes=16 * limits.MIB)
+    config = NodeConfig(directories=(folder / "data",), capacity_bytes=256 * limits.MIB, segment_bytes=32 * limits.MIB)
     return Node.open(config, ManualClock(), TEST_RULES, files=files)
 
 

@@ -179,7 +179,7 @@ def test_a_move_that_failed_leaves_no_copy_that_a_deletion_does_not_find(bench: 
     shard._ledger.segments.retire(segment)
     bench.files.errors[fault] = errno.EIO
     bench.files.only = bench.first_segment.name if fault == "pwritev" else None
-    with shard._writer:
+    with shard._turns.alone():
         slots = shard._reclaimer._alive_in(segment, int(bench.clock.now_s()))
         assert shard._reclaimer._move(segment, slots, int(bench.clock.now_s())) is None
     bench.files.errors.clear()

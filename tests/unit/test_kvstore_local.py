@@ -442,10 +442,10 @@ def test_a_put_goes_through_the_arena_part_by_part() -> None:
         with served(node, folder) as server, client_of(server.addresses[1]) as client:
             space = client.register_space(a_space())
             names = list(a_chain(space, 90, seed=1).names)
-            puts = puts_of(names, 200_003)
+            puts = puts_of(names, 400_003)
             assert sum(len(put.payload) for put in puts) > local.PARTS * local.PART_BYTES
             assert client.put(space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 90
-            buffers = [bytearray(200_003) for _ in names]
+            buffers = [bytearray(400_003) for _ in names]
             assert client.get_into(space, names, buffers) == [OK] * 90
             assert buffers == [put.payload for put in puts]
         node.close()
@@ -454,7 +454,7 @@ def test_a_put_goes_through_the_arena_part_by_part() -> None:
 def test_a_block_larger_than_a_part_goes_through_the_socket() -> None:
     with short_dir() as folder:
         config = NodeConfig(
-            directories=(folder / "data",), capacity_bytes=64 * limits.MIB, segment_bytes=16 * limits.MIB
+            directories=(folder / "data",), capacity_bytes=256 * limits.MIB, segment_bytes=32 * limits.MIB
         )
         node = Node.open(config, ManualClock(), TEST_RULES)
         with served(node, folder) as server, client_of(server.addresses[1]) as client:

@@ -161,7 +161,7 @@ def test_a_volume_that_stands_still_makes_only_its_own_puts_late(tmp_path: Path)
     node = _open(tmp_path, Volumes())
     space, names = node.register_space(a_space()), _names(node)
     stuck = next(shard for shard in node._shards if shard.volume.path.name == "volume-1")
-    with stuck._writer:
+    with stuck._turns.alone():
         outcomes = node.put(space, puts_of(names, SIZE), traffic_class=AGENT, deadline_s=0.2)
         assert outcomes == [
             PutOutcome.UNREACHABLE if _home(node, name) == "volume-1" else PutOutcome.STORED for name in names

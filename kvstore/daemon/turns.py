@@ -1,0 +1,128 @@
+"""Whose turn it is in a shard: one that changes anything alone, or puts under way, each a step behind the one before.
+
+Owns the shard's outer lock and the order of what is under way. Does not know blocks or segments. Invariants: nobody is
+alone while anything is under way; what is under way writes one after another and ends one after another, in the order
+in which it began, so that a kill leaves whole writes and one torn at most, as if each had been alone; whoever waits to
+be alone lets nothing new begin before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from kvstore.errors import DeadlineExceeded
+
+UNDER_WAY_MAX = 4
+"""More wait as if they had to be alone."""
+
+T = TypeVar("T")
+
+
+class Underway(Protocol):
+    """Something that was begun, and is to be done in two steps."""
+
+    def write(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+Step = TypeVar("Step", bound=Underway)
+
+
+class _Turn:
+    """A place in the line of what is under way."""
+
+    __slots__ = ("written",)
+
+    def __init__(self) -> None:
+        self.written = False
+        """Whether the next may write."""
+
+
+class Turns:
+    """Of one shard. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._line: deque[_Turn] = deque()
+        self._waiting_alone = 0
+
+    @contextmanager
+    def alone(self, timeout_s: float = threading.TIMEOUT_MAX) -> Iterator[None]:
+        """Nothing else changes the shard. Raises DeadlineExceeded."""
+        end_s = time.monotonic() + timeout_s
+        self._enter(timeout_s)
+        try:
+            if self._line:
+                self._waiting_alone += 1
+                try:
+                    self._changed.wait_for(lambda: not self._line, min(end_s - time.monotonic(), threading.TIMEOUT_MAX))
+                finally:
+                    self._waiting_alone -= 1
+                if self._line:
+                    raise DeadlineExceeded("the shard's writer was busy until the deadline")
+            yield
+        finally:
+            self._changed.release()
+
+    def beside(self, begin: Callable[[], Step | None], end: Callable[[Step], T | None], timeout_s: float) -> T | None:
+        """Do something while others do: ``begin`` and ``end`` have the shard for themselves, ``write`` the files, and
+        ``check`` nothing. What ``end`` returns; None also if ``begin`` does, or whoever asks should rather be alone.
+
+        ``end`` is called whatever becomes of the step. Raises DeadlineExceeded, if nothing was begun.
+        """
+        self._enter(timeout_s)
+        try:
+            crowded = self._waiting_alone or len(self._line) >= UNDER_WAY_MAX
+            step = None if crowded else begin()
+            if step is None:
+                return None
+            turn = _Turn()
+            self._line.append(turn)
+        finally:
+            self._changed.release()
+        try:
+            with self._writing(turn):
+                step.write()
+            step.check()
+        finally:
+            with self._ending(turn):
+                result = end(step)
+        return result
+
+    @contextmanager
+    def _writing(self, turn: _Turn) -> Iterator[None]:
+        """All that began before has written. (A wait for as long as their writes take.)"""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_next(turn))
+        try:
+            yield
+        finally:
+            with self._changed:
+                turn.written = True
+                if len(self._line) > 1:
+                    self._changed.notify_all()
+
+    @contextmanager
+    def _ending(self, turn: _Turn) -> Iterator[None]:
+        """All that began before has ended, and nobody else changes the shard now; afterwards this has ended too."""
+        with self._changed:
+            try:
+                self._changed.wait_for(lambda: self._line[0] is turn)
+                yield
+            finally:
+                self._line.remove(turn)
+                if self._line or self._waiting_alone:
+                    self._changed.notify_all()
+
+    def _is_next(self, turn: _Turn) -> bool:
+        return next(each for each in self._line if not each.written) is turn
+
+    def _enter(self, timeout_s: float) -> None:
+        if not self._changed.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
+            raise DeadlineExceeded("the shard's writer was busy until the deadline")

@@ -1,0 +1,144 @@
+"""Turns: one alone, or several under way in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.daemon.turns import UNDER_WAY_MAX, Turns
+from kvstore.errors import DeadlineExceeded
+
+WAIT_S = 10.0
+
+
+class Noted:
+    """A step that notes what it does, and waits where it is told to."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name = name
+        self.notes = notes
+        self.begun = threading.Event()
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.failure: Exception | None = None
+
+    def write(self) -> None:
+        self.begun.set()
+        assert self.may_write.wait(WAIT_S)
+        self.notes.append(f"{self.name} writes")
+        if self.failure is not None:
+            raise self.failure
+
+    def check(self) -> None:
+        self.notes.append(f"{self.name} checks")
+
+
+def run(turns: Turns, step: Noted) -> str | None:
+    def end(ended: Noted) -> str:
+        ended.notes.append(f"{ended.name} ends")
+        return ended.name
+
+    return turns.beside(lambda: step, end, WAIT_S)
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def line_of(turns: Turns, count: int) -> None:
+    """Wait until so many are under way."""
+    for _ in range(1000):
+        with turns._changed:
+            if len(turns._line) == count:
+                return
+        threading.Event().wait(0.005)
+    raise AssertionError("nobody came")
+
+
+def test_writes_and_ends_keep_the_order_of_begins() -> None:
+    """However long the first takes to write, the second writes after it, and ends after it."""
+    turns, notes = Turns(), list[str]()
+    first, second = Noted("first", notes), Noted("second", notes)
+    first.may_write.clear()
+    one = started(lambda: run(turns, first))
+    assert first.begun.wait(WAIT_S)
+    other = started(lambda: run(turns, second))
+    line_of(turns, 2)
+    assert notes == []
+    assert not second.begun.is_set()
+    first.may_write.set()
+    joined(one, other)
+    for what in ("writes", "ends"):
+        assert [note for note in notes if note.endswith(what)] == [f"first {what}", f"second {what}"]
+
+
+def test_nobody_is_alone_while_something_is_under_way() -> None:
+    """Who wants to be alone waits for what is under way, up to a deadline, and lets nothing begin before."""
+    turns, notes = Turns(), list[str]()
+    first = Noted("first", notes)
+    first.may_write.clear()
+    one = started(lambda: run(turns, first))
+    assert first.begun.wait(WAIT_S)
+    with pytest.raises(DeadlineExceeded), turns.alone(0.01):
+        pass
+
+    def alone() -> None:
+        with turns.alone():
+            notes.append("alone")
+
+    other = started(alone)
+    for _ in range(1000):
+        if turns._waiting_alone:
+            break
+        threading.Event().wait(0.005)
+    assert run(turns, Noted("second", notes)) is None
+    first.may_write.set()
+    joined(one, other)
+    assert notes == ["first writes", "first checks", "first ends", "alone"]
+    assert run(turns, Noted("third", notes)) == "third"
+
+
+def test_nothing_begins_while_somebody_is_alone() -> None:
+    turns, notes = Turns(), list[str]()
+    with turns.alone(), pytest.raises(DeadlineExceeded):
+        turns.beside(lambda: Noted("late", notes), lambda _: "late", 0.01)
+    assert notes == []
+
+
+def test_a_step_that_fails_ends_all_the_same() -> None:
+    """Its error is raised once it has ended, and the next one goes on."""
+    turns, notes = Turns(), list[str]()
+    bad = Noted("bad", notes)
+    bad.failure = OSError("no")
+    with pytest.raises(OSError, match="no"):
+        run(turns, bad)
+    assert notes == ["bad writes", "bad ends"]
+    assert run(turns, Noted("good", notes)) == "good"
+    with turns.alone(0.0):
+        pass
+
+
+def test_a_line_has_an_end() -> None:
+    """More than UNDER_WAY_MAX are told to be alone instead."""
+    turns, notes = Turns(), list[str]()
+    first = Noted("first", notes)
+    first.may_write.clear()
+    threads = [started(lambda: run(turns, first))]
+    assert first.begun.wait(WAIT_S)
+    for at in range(1, UNDER_WAY_MAX):
+        threads.append(started(lambda at=at: run(turns, Noted(str(at), notes))))
+        line_of(turns, at + 1)
+    assert run(turns, Noted("beyond", notes)) is None
+    first.may_write.set()
+    joined(*threads)
+    assert len(notes) == 3 * UNDER_WAY_MAX
