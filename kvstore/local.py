@@ -3,7 +3,7 @@
 Owns descriptors, a connection's part of the arena, and reading payloads from segment files into the caller's buffers.
 Does not know sockets or messages. Invariants: bytes count only after their checksum was verified, and only if the lease
 on their segment was still running when they had been read; descriptors are closed when they are replaced and with their
-connection; nobody but the holder of the connection touches any of it.
+connection; nobody but the holder of the connection touches any of it, and the helper on its behalf.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvstore.direct import PageReader, Piece, is_direct, pieces_of
 from kvstore.errors import ProtocolError
 from kvstore.extents import Plan
 from kvstore.framing import close_all
+from kvstore.helper import PROCESSORS, Helper
 from kvstore.receive import Scatter
 from kvstore.record import HEADER_BYTES
 
@@ -30,6 +31,8 @@ MiB both sides together take 0.60, 0.54, 0.43 and 0.41 CPU seconds a GB, of bloc
 its bytes counts for more than the cache that a small one stays in. A batch should have several parts, else nothing
 overlaps.
 """
+SHARED_BYTES_MIN = 2 * limits.MIB
+"""Less is read and verified before another thread has woken up."""
 
 
 # --- segments -------------------------------------------------------------------------------------------------------
@@ -41,22 +44,30 @@ def read_extents(
     scatter: Scatter,
     usable: Callable[[], bool],
     pages: PageReader,
+    helper: Helper | None = None,
 ) -> None:
     """Read the records of a plan into the scatter's buffers; what could not be read stays begun.
 
     ``usable`` is asked after every read: once it says no, the lease has ended and nothing more is believed. ``pages``
-    reads what lies in files that were lent around the page cache.
+    reads what lies in files that were lent around the page cache; a ``helper`` takes its share of much that is in it.
     """
     around = {at for at in set(plan.files) if (fd := fds[at]) is not None and is_direct(fd)}
-    cold: list[tuple[int, int]] = []
-    for begin, end in plan.steps(across_runs=False):
-        fd = fds[plan.files[begin]]
-        if plan.files[begin] in around:
-            cold.append((begin, end))
-        elif fd is not None and _read(fd, scatter.parts(plan, begin, end, gap_first=False), plan, begin, end):
-            if not usable():
-                return
-            scatter.finish(plan, begin, end)
+    steps = plan.steps(across_runs=False)
+    cold = [step for step in steps if plan.files[step[0]] in around] if around else []
+    waiting = iter([step for step in steps if plan.files[step[0]] not in around] if around else steps)
+
+    def read_on() -> None:
+        for begin, end in waiting:
+            fd = fds[plan.files[begin]]
+            if fd is not None and _read(fd, scatter.parts(plan, begin, end, gap_first=False), plan, begin, end):
+                if not usable():
+                    return
+                scatter.finish(plan, begin, end)
+
+    if helper is not None and len(steps) - len(cold) > 1 and plan.total_bytes >= SHARED_BYTES_MIN:
+        helper.share(read_on)
+    else:
+        read_on()
     if cold:
         _read_around(plan, cold, fds, scatter, usable, pages)
 
@@ -122,6 +133,7 @@ class Peer:
         self._part = part
         self.lease_s = lease_s
         self.pages = PageReader()
+        self.helper = Helper() if PROCESSORS > 1 else None
         self.fds: list[int | None] = []
         """Descriptors of segments, by the numbers that the daemon's answers use."""
 
@@ -139,6 +151,8 @@ class Peer:
             raise ProtocolError("a node sent more descriptors than a connection may hold")
 
     def close(self) -> None:
+        if self.helper is not None:
+            self.helper.close()
         close_all(self.fds)
         self.fds.clear()
         self.arena.give(self._part)

@@ -44,8 +44,8 @@ class Scatter:
         self._begun: set[int] = set()
         self._headers = bytearray(HEADER_BYTES * len(names))
         self._header_view = memoryview(self._headers)
-        self._finished: list[int] = []
-        self._checksums: list[int] = []
+        self._finished: list[tuple[int, int]] = []
+        """Rows that were read, each with its payload's checksum."""
 
     def ask(self, positions: Sequence[int] | None = None) -> None:
         """The next request asks for these blocks, by default all, whatever has become of them."""
@@ -115,17 +115,19 @@ class Scatter:
         return parts
 
     def finish(self, plan: Plan, begin: int, end: int) -> None:
-        """All of a step's bytes have come: take the checksums while the payloads are in the processor's cache."""
+        """All of a step's bytes have come: take the checksums while the payloads are in the processor's cache.
+
+        As ``parts``, by several threads at once, each with steps of its own.
+        """
         rows, asked, views, checksum = plan.order[begin:end], self.asked, self.views, xxhash.xxh3_64_intdigest
-        self._checksums += [checksum(views[asked[row]]) for row in rows]
-        self._finished += rows
+        self._finished.extend([(row, checksum(views[asked[row]])) for row in rows])
 
     def believe(self, space_id: SpaceId, plan: Plan, rows: Rows) -> int:
         """Verify what was finished: header and payload of each record; returns how many are accepted."""
-        finished, self._finished = self._finished, []
-        checksums, self._checksums = self._checksums, []
-        if not finished:
+        if not self._finished:
             return 0
+        finished, checksums = map(list, zip(*self._finished, strict=True))
+        self._finished.clear()
         at = [self.asked[row] for row in finished]
         wanted = record.expected_headers(
             space_id,

@@ -69,7 +69,7 @@ def _get_local(
         if plan.order:
             if max(plan.files) >= len(peer.fds):
                 raise ProtocolError("a node lent a block of a file whose descriptor did not come")
-            local.read_extents(plan, peer.fds, scatter, usable, peer.pages)
+            local.read_extents(plan, peer.fds, scatter, usable, peer.pages, peer.helper)
     finally:
         count = scatter.believe(space_id, plan, rows)
         if plan.order:
