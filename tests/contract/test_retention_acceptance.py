@@ -76,10 +76,8 @@ class Service:
         """What a command of retention says, as JSON."""
         with self.up():
             app = build_app(clock=self.clock)
-            store = f"unix:{self.folder / 'store.sock'}"
-            result = CliRunner().invoke(
-                app, [*arguments, "--store", store, *(() if "--proof" in arguments else ("--json",))]
-            )
+            store = ("--store", f"unix:{self.folder / 'store.sock'}")
+            result = CliRunner().invoke(app, [*arguments, *store, "--json"])
         assert result.exit_code == EXIT_OK, result.output
         return json.loads(result.stdout)
 
