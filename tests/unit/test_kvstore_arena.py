@@ -152,7 +152,7 @@ def test_payloads_made_in_place_are_stored_without_a_copy(folder: Path, monkeypa
             put_in_place(client, space, SIZES, seed, shared=True)
         assert copied == []
         assert server._metrics.registry.get_sample_value("reprise_store_requests_total", {"opcode": "put"}) == 0
-        assert arena.free_bytes == free_bytes
+        assert free_bytes - arena.free_bytes in (0, PARTS * PART_BYTES)  # of another connection, if there is one
     node.close()
 
 
