@@ -58,11 +58,16 @@ class LoadRate:
             self._seconds = LOAD_DECAY * self._seconds + max(now_s - self._since_s, 1e-6)
             self._since_s = self._sampled_s = now_s
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is an estimate."""
+        known = self._under_way or self._monotonic() - self._sampled_s < LOAD_KNOWN_S
+        return bool(self._bytes and known)
+
     def estimate_s(self, count: int) -> float:
         """Time until so many bytes would have come, if they were asked for now; 0 while nothing is known."""
         with self._lock:
-            known = self._under_way or self._monotonic() - self._sampled_s < LOAD_KNOWN_S
-            if not self._bytes or not known:
+            if not self.is_known:
                 return 0.0
             return (self._under_way_bytes + count) * self._seconds / self._bytes
 

@@ -199,8 +199,9 @@ class Node:
             )
         found = self._states.under(space_id, packed.keys) if states else ()
         answer = Lookup(presence, flags, sizes, found)
-        load_s = self._load_rate.estimate_s(answer.prefix_bytes())
-        return replace(answer, load_s_estimate=load_s) if load_s else answer
+        if not self._load_rate.is_known:
+            return answer
+        return replace(answer, load_s_estimate=self._load_rate.estimate_s(answer.prefix_bytes()))
 
     def get_into(
         self,

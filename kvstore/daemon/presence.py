@@ -168,26 +168,26 @@ class PresenceMap:
         self, words: Words, space_id: SpaceId, digests: Words, now_s: float
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """``Presence``, flags and payload bytes of each key asked; flags and bytes are 0 where it is not PRESENT."""
-        slots, count = self.slots(words), len(words)
-        same = self._same(slots, words, space_id, digests)
-        if count and same.size == count and not self.shapes.any_locked and self.alive(slots, now_s).all():
-            shape = self._shape.take(slots)  # all are here: the usual case of a prompt that comes back
-            presence = np.full(count, _PRESENT, np.uint8)
-            return presence, self.shapes.flags.take(shape), self.shapes.payload_bytes.take(shape)
+        slots, count, shapes = self.slots(words), len(words), self.shapes
+        here = slots >= 0
         presence, flags = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         payload_bytes = np.zeros(count, np.uint32)
-        if same.size:
-            rows = slots.take(same)
-            alive, shape = self.alive(rows, now_s), self._shape.take(rows)
-            presence[same] = np.where(alive, _PRESENT, _EXPIRED)
-            if self.shapes.any_locked:
-                locked = alive & self.shapes.locked.take(shape)
-                presence[same[locked]] = _PURGED
+        if here.any():  # what a slot of -1 gives below counts for nothing
+            shape = self._shape.take(slots)
+            same = here & (shapes.space.take(shape) == shapes.space_number(space_id))
+            same &= self._checks.take(slots) == self._check(words, digests)
+            alive = self.alive(slots, now_s) & same
+            presence = np.where(alive, _PRESENT, _EXPIRED)
+            presence *= same
+            if shapes.any_locked:
+                locked = alive & shapes.locked.take(shape)
+                presence[locked] = _PURGED
                 alive &= ~locked
-            flags[same] = self.shapes.flags.take(shape) * alive
-            payload_bytes[same] = self.shapes.payload_bytes.take(shape) * alive
-        if len(self.tombstones) and same.size < count:
-            absent = (slots < 0).nonzero()[0]
+            flags, payload_bytes = shapes.flags.take(shape), shapes.payload_bytes.take(shape)
+            flags *= alive
+            payload_bytes *= alive
+        if len(self.tombstones) and not here.all():
+            absent = (~here).nonzero()[0]
             presence[absent] = self.tombstones.reasons(words[absent, 0])
         return presence, flags, payload_bytes
 

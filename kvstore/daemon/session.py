@@ -188,9 +188,9 @@ class Session:
     def _lookup(self, request: Request) -> None:
         asked = wire.decode_lookup(request.body)
         answer = self._backend.lookup(asked.space_id, asked.names, states=asked.states, deadline_s=request.left_s())
-        load_s = self._load_rate.estimate_s(answer.prefix_bytes())
-        if load_s > answer.load_s_estimate:
-            answer = replace(answer, load_s_estimate=load_s)
+        if self._load_rate.is_known:
+            load_s = self._load_rate.estimate_s(answer.prefix_bytes())
+            answer = replace(answer, load_s_estimate=max(load_s, answer.load_s_estimate))
         request.answer(wire.encode_lookup_reply(answer))
 
     def _touch(self, request: Request) -> None:
