@@ -57,6 +57,7 @@ HELD_SHARE = 0.5
 """Of the primary tier's memory, what stores that wait may hold: the rest stays free for vLLM to evict from."""
 DRAIN_S = 10.0
 """Stores that have not begun by then are shed when vLLM waits for this tier."""
+GREET_S = 5.0
 BLOCKS_METRIC = "vllm:kv_offload_reprise_blocks"
 
 _RESULT = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
@@ -74,7 +75,7 @@ class _Load:
 
 
 class RepriseTier(SecondaryTierManager):
-    """See the module. Raises OptionError (a ValueError) for options that cannot be used; contacts nobody yet."""
+    """See the module. Raises OptionError (a ValueError) for options that cannot be used; waits for nobody."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -99,6 +100,7 @@ class RepriseTier(SecondaryTierManager):
         self._verdicts = Verdicts(self._attachment, self._tokens_of, self._counts)
         self._puts = PinnedPuts(self._attachment, held_bytes_max=int(HELD_SHARE * primary_kv_view.nbytes))
         self._puts.start()
+        self._greet()
         self._nobody = RequestVerdicts(None, settings.traffic_class)
         self._turn: ReqContext | None = None
         self._asking = self._nobody
@@ -206,6 +208,12 @@ class RepriseTier(SecondaryTierManager):
         return stats
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Connect while vLLM starts, so that the first request's look-ups need not: a restart is when hits matter."""
+        space = self._attachment.spaces.of(self._attachment.settings.tenant)
+        name = opaque_name(space.id, b"nothing has this key")
+        self._attachment.ask(lambda left_s: self._attachment.look_up(space, [name], deadline_s=GREET_S))
 
     def _begin(self, req_context: ReqContext) -> RequestVerdicts:
         """Read once whose request it is; vLLM keeps the result with the request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -183,6 +184,14 @@ def test_a_request_may_stay_out(open_tier: Open) -> None:
     keep(drive, keys)
     assert recall(drive, keys, reprise_cache="off") == 0
     assert recall(drive, keys) == 1
+
+
+def test_it_connects_before_the_first_request(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart the first look-ups matter most: they are not late for want of a connection."""
+    asked = threading.Event()
+    monkeypatch.setattr(StoreClient, "lookup", lambda *args, **kwargs: asked.set())
+    open_tier()
+    assert asked.wait(10.0)
 
 
 def test_a_store_that_is_down_costs_misses_and_sheds_stores(open_tier: Open, tmp_path: Path) -> None:
