@@ -66,7 +66,8 @@ class Settings:
 
     ``tenant`` and ``traffic_class`` are those of requests that name none. ``compute_tokens_per_s``: what the engine
     computes; a hit that would take longer to load than to compute is declined (None: never). ``weights_digest``: None
-    takes that of the checkpoint's files. ``epoch``: raise it to leave all that is stored for this model behind.
+    takes that of the checkpoint's files. ``keep_windows``: sliding windows are stored as long as blocks are; else they
+    stay in the nodes' memory, for minutes. ``epoch``: raise it to leave all that is stored for this model behind.
     """
 
     stores: tuple[str, ...]
@@ -81,6 +82,7 @@ class Settings:
     same_host: bool = True
     compute_tokens_per_s: float | None = None
     weights_digest: bytes | None = None
+    keep_windows: bool = True
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Settings:
@@ -299,7 +301,7 @@ class Attachment:
             self.counts.loads_failed += len(names) - len(good)
         return statuses
 
-    def load_state(self, space: TenantSpace, name: StateName, *, deadline_s: float | None = None) -> bytes | None:
+    def load_state(self, space: TenantSpace, name: StateName, *, deadline_s: float | None = None) -> bytearray | None:
         """A state's verified bytes; None if it is gone."""
         try:
             got = self.store.get_state(space.id, name, deadline_s=deadline_s or self.settings.load_deadline_s)
@@ -309,7 +311,7 @@ class Attachment:
         with self._lock:
             self.counts.states_loaded += got is not None
             self.counts.states_missed += got is None
-        return None if got is None else got[0]
+        return None if got is None else bytearray(got[0])
 
     def store_now(
         self,
@@ -476,5 +478,6 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "same_host": ("same_host", _flag),
     "compute_tokens_per_s": ("compute_tokens_per_s", _between(1.0, 1e9)),
     "weights_digest": ("weights_digest", _digest),
+    "keep_windows": ("keep_windows", _flag),
 }
 """Option -> field, parser."""

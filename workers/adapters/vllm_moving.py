@@ -25,7 +25,7 @@ from kvstore.store import GetStatus
 from workers.adapters.attachment import Attachment, OptionError, Settings
 from workers.adapters.vllm_pages import Pages
 from workers.adapters.vllm_space import layout_of, make_space
-from workers.adapters.vllm_step import Move, Rank
+from workers.adapters.vllm_step import Move, Rank, window_name
 from workers.spaces import TenantSpace
 
 if TYPE_CHECKING:
@@ -132,8 +132,13 @@ class Moving:
         return good
 
     def _load_state(self, move: Move, stop: int, space: TenantSpace, chain: TokenChain, left_s: float) -> bool:
-        name = chain.state_name(stop * space.space.block_tokens)
-        got = self._attached.load_state(space, name, deadline_s=left_s)
+        if move.kept:
+            memory = bytearray(self._pages.state_bytes(stop))
+            status = self._attached.load(space, [window_name(chain, stop)], [memory], deadline_s=left_s)[0]
+            got = memory if status == GetStatus.OK else None
+        else:
+            state = chain.state_name(stop * chain.block_tokens)
+            got = self._attached.load_state(space, state, deadline_s=left_s)
         return got is not None and self._pages.write_state(move.tables, move.blocks[0], stop, got)
 
     # --- saves --------------------------------------------------------------------------------------------------------
@@ -187,7 +192,9 @@ class Moving:
         chain = move.prefix.chain_in(space)
         tokens, size = space.space.block_tokens, self._pages.block_bytes
         publisher, ticket = self._attached.publisher, self._attached.ticket(space, move.prefix.terms.traffic_class)
-        if blocks is None:
+        if blocks is None and self._settings.keep_windows and len(memory) <= PAYLOAD_BYTES_MAX:
+            publisher.offer_block(ticket, window_name(chain, move.states[0]), tokens, memory, 0)
+        elif blocks is None:
             publisher.offer_state(ticket, chain.state_name(move.states[0] * tokens), memory, 0)
         for row, block in enumerate(blocks or ()):
             publisher.offer_block(ticket, chain.names[block], tokens, memory[row * size : (row + 1) * size], 0)

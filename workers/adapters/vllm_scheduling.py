@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
 from workers.adapters.attachment import Asked, Attachment, Settings, wishes_of
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
-from workers.adapters.vllm_step import Move, Prefix, Rank, Step
+from workers.adapters.vllm_step import Move, Prefix, Rank, Step, window_name
 from workers.spaces import TenantSpace
 
 if TYPE_CHECKING:
@@ -42,15 +43,26 @@ _SALT_CONTEXT = "reprise-kv 2026 engine salt digest"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What every rank has of one prefix: which blocks, and before which blocks the window.
+class Have:
+    """What one rank has of one prefix. ``blocks``: those of the prefix; ``kept``: windows, by boundary."""
 
-    ``names``: the blocks present, by rank. ``declined``: computing is faster than loading.
+    space: TenantSpace
+    blocks: Sequence[BlockName]
+    kept: Mapping[int, BlockName]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What every rank has of one prefix: which blocks, and before which of them the window.
+
+    ``states``: windows in the store's memory; ``kept``: those that are stored as blocks. ``declined``: computing is
+    faster than loading.
     """
 
     present: npt.NDArray[np.bool_]
     states: frozenset[int] = frozenset()
-    names: tuple[tuple[TenantSpace, Sequence[BlockName]], ...] = ()
+    kept: frozenset[int] = frozenset()
+    ranks: tuple[Have, ...] = ()
     declined: bool = False
 
     @property
@@ -62,7 +74,7 @@ class Found:
         whole = min(self.prefix_blocks, blocks_max)
         if self.declined:
             return 0
-        return max((at for at in self.states if at <= whole), default=0) if windows else whole
+        return max((at for at in self.states | self.kept if at <= whole), default=0) if windows else whole
 
 
 NOTHING = Found(np.zeros(0, np.bool_))
@@ -148,12 +160,13 @@ class Scheduling:
         if tracked is None or tracked.asked is None:
             return
         tracked.asked = None
-        self._touch(tracked)
-        tracked.state = max(tracked.found.states, default=0)
+        stop = tracked.first + tokens // self._block_tokens
+        self._touch(tracked, stop)
+        tracked.state = max(tracked.found.states | tracked.found.kept, default=0)
         if tokens > 0:
-            stop = tracked.first + tokens // self._block_tokens
             states = (stop,) if self._window_blocks else ()
             move = self._move(tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, states)
+            move = replace(move, kept=stop in tracked.found.kept)
             tracked.loading = move
             self._loads.append(move)
 
@@ -207,37 +220,51 @@ class Scheduling:
 
     def _find(self, prefix: Prefix, left_s: float) -> Found:
         """Ask for every rank, on a thread that may wait. One that fails makes the whole a miss."""
+        until_s = time.monotonic() + left_s
+        whole: Found | None = None
+        for base in self._ranks:
+            mine = self._find_rank(prefix, base, until_s)
+            if mine is None:
+                return NOTHING
+            whole = mine if whole is None else _both(whole, mine)
+        return whole or NOTHING
+
+    def _find_rank(self, prefix: Prefix, base: Space, until_s: float) -> Found | None:
         attached = self._attached
         assert attached is not None
-        present, states, names = None, None, []
-        declined = False
-        for base in self._ranks:
-            space = prefix.space_in(attached.spaces, base)
-            chain = prefix.chain_in(space)
-            mine = chain.names[:LOOKUP_KEYS_MAX]
-            found = attached.look_up(space, mine, states=self._window_blocks > 0, deadline_s=left_s)
-            if found is None:
-                return NOTHING
-            here = found.presence == int(Presence.PRESENT)
-            positions = frozenset(
-                entry.block_index + 1
-                for entry in found.states
-                if entry.tail_tokens == 0
-                and chain.state_name((entry.block_index + 1) * self._block_tokens).key == entry.key
-            )
-            present = here if present is None else present & here
-            states = positions if states is None else states & positions
-            names.append((space, mine[: found.prefix_blocks()]))
-            declined = declined or attached.declines(found, found.prefix_blocks() * self._block_tokens)
-        assert present is not None and states is not None
-        return Found(present, states, tuple(names), declined)
+        space = prefix.space_in(attached.spaces, base)
+        chain = prefix.chain_in(space)
+        names = chain.names[:LOOKUP_KEYS_MAX]
+        windows = self._window_blocks > 0
+        found = attached.look_up(space, names, states=windows, deadline_s=max(until_s - time.monotonic(), 1e-3))
+        if found is None:
+            return None
+        blocks = found.prefix_blocks()
+        states = frozenset(
+            entry.block_index + 1
+            for entry in found.states
+            if entry.tail_tokens == 0
+            and chain.state_name((entry.block_index + 1) * self._block_tokens).key == entry.key
+        )
+        kept: dict[int, BlockName] = {}
+        if windows and blocks and self._settings.keep_windows:
+            boundaries = {at: window_name(chain, at) for at in range(1, blocks + 1)}
+            left_s = max(until_s - time.monotonic(), 1e-3)
+            ends = attached.look_up(space, list(boundaries.values()), deadline_s=left_s)
+            if ends is not None:
+                here = (ends.presence == int(Presence.PRESENT)).nonzero()[0] + 1
+                kept = {at: boundaries[at] for at in here.tolist()}
+        declined = attached.declines(found, blocks * self._block_tokens)
+        have = Have(space, names[:blocks], kept)
+        return Found(found.presence == int(Presence.PRESENT), states, frozenset(kept), (have,), declined)
 
-    def _touch(self, tracked: Tracked) -> None:
+    def _touch(self, tracked: Tracked, stop: int) -> None:
         """What is used counts as used, also where vLLM had it in memory."""
         assert self._attached is not None
-        for space, names in tracked.found.names:
+        for have in tracked.found.ranks:
+            names = [*have.blocks, *([have.kept[stop]] if stop in have.kept else [])]
             if names:
-                ticket = self._attached.ticket(space, tracked.prefix.terms.traffic_class)
+                ticket = self._attached.ticket(have.space, tracked.prefix.terms.traffic_class)
                 self._attached.publisher.offer_touch(ticket, names)
 
     def _due(self, tracked: Tracked, before: int, computed: int) -> tuple[list[int], tuple[int, ...]]:
@@ -256,7 +283,8 @@ class Scheduling:
             wanted = {(prompt - 1) // self._block_tokens, prompt // self._block_tokens}
         else:
             wanted = {stop} if computed > prompt and stop - tracked.state >= self._window_blocks else set()
-        states = tuple(sorted(wanted - tracked.found.states - {0}))
+        have = tracked.found.kept if self._settings.keep_windows else tracked.found.states
+        states = tuple(sorted(wanted - have - {0}))
         tracked.state = max(tracked.state, *wanted, 0)
         return blocks, states
 
@@ -273,6 +301,17 @@ class Scheduling:
         return Move(
             tracked.request.request_id, prefix, tuple(tuple(pages[:stop]) for pages in tables), blocks, stop, states
         )
+
+
+def _both(one: Found, other: Found) -> Found:
+    """What two ranks both have."""
+    return Found(
+        one.present & other.present,
+        one.states & other.states,
+        one.kept & other.kept,
+        one.ranks + other.ranks,
+        one.declined or other.declined,
+    )
 
 
 def _failed(load: Move, request_id: str, output: KVConnectorOutput) -> bool:

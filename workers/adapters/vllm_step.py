@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from kvstore.keys import Attachment as Input
-from kvstore.keys import Space, TokenChain
+from kvstore.keys import BlockName, Space, TokenChain, opaque_name
 from workers.adapters.attachment import Terms
 from workers.spaces import Spaces, TenantSpace
 
@@ -39,11 +39,17 @@ class Prefix:
         return TokenChain(space.id, space.space.block_tokens, self.tokens, self.inputs)
 
 
+def window_name(chain: TokenChain, boundary: int) -> BlockName:
+    """The name of a window that is kept, before so many blocks of a chain."""
+    return opaque_name(chain.space_id, b"window " + chain.state_name(boundary * chain.block_tokens).key)
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Pages of one request that are to be loaded or saved: those of ``blocks``, all of which lie before ``stop``.
 
-    ``states``: boundaries, as numbers of blocks, whose windows are moved too.
+    ``states``: boundaries, as numbers of blocks, whose windows are moved too; ``kept``: as blocks that are kept, not
+    as states in the store's memory.
     """
 
     request_id: str
@@ -52,6 +58,7 @@ class Move:
     blocks: Sequence[int]
     stop: int
     states: tuple[int, ...] = ()
+    kept: bool = False
 
 
 @dataclass(slots=True)
