@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -78,7 +78,8 @@ class ClassIngest:
 class Room:
     """A node's segments: their size, how many it may have, how many hold something; and the same of its index's blocks.
 
-    ``blocks_max`` 0: the index sets no bound.
+    ``blocks_max`` 0: the index sets no bound. ``segments_withheld``: those that it cannot make, since others have
+    filled the file system. ``pinned_bytes``: of blocks that a pin holds beyond their promise.
     """
 
     segment_bytes: int
@@ -87,6 +88,8 @@ class Room:
     segments_spare: int = 1
     blocks_max: int = 0
     blocks_used: int = 0
+    segments_withheld: int = 0
+    pinned_bytes: int = 0
 
     def held_bytes(self, record_bytes: float) -> float:
         """Bytes of whole records of this length that fit one segment, after its first page."""
@@ -101,15 +104,23 @@ class Room:
 
     @property
     def usable_bytes(self) -> int:
-        return max(0, self.segments_max - self.segments_spare) * self.segment_bytes
+        """What classes can share."""
+        return max(0, self._room_bytes - self.pinned_bytes)
+
+    @property
+    def _room_bytes(self) -> int:
+        return max(0, self.segments_max - self.segments_spare - self.segments_withheld) * self.segment_bytes
 
     @property
     def free_bytes(self) -> float:
         """What is left of the segments, or of the index if that is less."""
-        free_bytes = float(self.usable_bytes - self.segments_used * self.segment_bytes)
+        free_bytes = float(self._room_bytes - self.segments_used * self.segment_bytes)
         if self.blocks_max:
-            free_bytes = min(free_bytes, (1 - self.blocks_used / self.blocks_max) * self.usable_bytes)
+            free_bytes = min(free_bytes, (1 - self.blocks_used / self.blocks_max) * self._room_bytes)
         return max(0.0, free_bytes)
+
+
+_ROOM_FIELDS = frozenset(item.name for item in fields(Room))
 
 
 def merge_ingest(parts: Iterable[Mapping[int, ClassIngest]]) -> dict[int, ClassIngest]:
@@ -145,6 +156,8 @@ def merge_rooms(rooms: Sequence[Room]) -> Room:
         sum(room.segments_spare * room.segment_bytes for room in rooms) // size,
         sum(room.blocks_max for room in rooms),
         sum(room.blocks_used for room in rooms),
+        sum(room.segments_withheld * room.segment_bytes for room in rooms) // size,
+        sum(room.pinned_bytes for room in rooms),
     )
 
 
@@ -172,8 +185,8 @@ def ingest_from_json(document: Mapping[str, Any]) -> tuple[dict[int, ClassIngest
     """Inverse of ``ingest_json``. Raises ValueError for anything else."""
     try:
         ingest = {int(item["class_byte"]): _ingest_from_json(item) for item in document["classes"]}
-        return ingest, Room(**document["room"])
-    except (KeyError, TypeError, OverflowError) as error:
+        return ingest, Room(**{name: number for name, number in document["room"].items() if name in _ROOM_FIELDS})
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not what a node tells of its ingest: {error!r}") from error
 
 

@@ -34,10 +34,15 @@ class Mend:
 
 @dataclass(frozen=True, slots=True)
 class NodeForecast:
-    """What a node is in for, and the ways out, none where nothing breaks."""
+    """What a node is in for, and the ways out, none where nothing breaks.
+
+    ``withheld_bytes``: of its capacity, what others have filled; ``pinned_bytes``: what pins hold beyond promises.
+    """
 
     forecast: Forecast
     mends: tuple[Mend, ...]
+    withheld_bytes: int = 0
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,11 @@ def forecast_nodes(nodes: Mapping[str, Store], *, window_s: int, deadline_s: flo
         try:
             rules = node.policy(deadline_s=deadline_s).rules
             ingest, room = ingest_from_json(_ingest_of(node.stats(deadline_s=deadline_s)))
-            found[name] = forecast_node(ingest, rules, room, window_s)
+            found[name] = replace(
+                forecast_node(ingest, rules, room, window_s),
+                withheld_bytes=room.segments_withheld * room.segment_bytes,
+                pinned_bytes=room.pinned_bytes,
+            )
         except (StoreError, ValueError) as error:
             errors.append(error)
             failed[name] = f"{type(error).__name__}: {error}"

@@ -86,6 +86,10 @@ def prospect_table(prospect: Prospect, window: Window) -> Table:
 def prospect_lines(prospect: Prospect, window: Window) -> Iterator[str]:
     """When the first promise breaks on each node, and the ways out."""
     for name, node in prospect.nodes.items():
+        if node.withheld_bytes:
+            yield f"{name}: others have filled the file system: {format_bytes_short(node.withheld_bytes)} cannot be had"
+        if node.pinned_bytes:
+            yield f"{name}: pins hold {format_bytes_short(node.pinned_bytes)} beyond their promises"
         if node.forecast.counted_s < window.seconds:
             yield f"{name}: counting began {span(node.forecast.counted_s)} ago; this will change"
         breaks_in_s = node.forecast.breaks_in_s
@@ -108,7 +112,9 @@ def mend_text(mend: Mend) -> str:
 
 def _node_json(node: NodeForecast) -> dict[str, Any]:
     return asdict(node.forecast) | {
-        "mends": [{"add_bytes": item.add_bytes, "keep_for_s": item.keep_for_s} for item in node.mends]
+        "withheld_bytes": node.withheld_bytes,
+        "pinned_bytes": node.pinned_bytes,
+        "mends": [{"add_bytes": item.add_bytes, "keep_for_s": item.keep_for_s} for item in node.mends],
     }
 
 

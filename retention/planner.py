@@ -1,7 +1,8 @@
-"""What a store holds, seen through a policy: usage per class and space, and what a moment or a policy would expire.
+"""What a store holds, seen through a policy: usage per class and space.
 
 Pure: blocks in, numbers out. Does not know how blocks are fetched, shown or removed. Invariants: every block is counted
-once, under the class whose promise holds it longest; pinned blocks are never counted as expiring.
+once, under the class whose promise holds it longest; when a block ends is what its node says, maximum age included;
+pinned blocks are never counted as expiring.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvstore.keys import SpaceId
-from kvstore.store import BlockInfo, ClassEffect
+from kvstore.store import BlockInfo
 from kvstore.traffic import ClassRules
 
 UNTOUCHED = 0
@@ -49,11 +50,6 @@ class Usage:
 
 Totals = dict[tuple[int, SpaceId], Usage]
 """Usage per (class byte, space)."""
-
-
-def keep_until_s(touches: Mapping[int, int], rules: ClassRules) -> int:
-    """The latest promise over all classes that touched a block; 0 where none did."""
-    return max((touch_s + rules.keep_for_s(byte) for byte, touch_s in touches.items()), default=0)
 
 
 def holding_class(touches: Mapping[int, int], rules: ClassRules) -> int:
@@ -110,21 +106,6 @@ def by_space(totals: Totals) -> dict[SpaceId, Usage]:
     for (_, space_id), usage in totals.items():
         merged[space_id] = merged.get(space_id, Usage()) + usage
     return merged
-
-
-def plan_expiry(blocks: Iterable[BlockInfo], rules: ClassRules, now_s: float) -> tuple[ClassEffect, ...]:
-    """What is past its promise at ``now_s`` under ``rules``: per class and space, pinned blocks excluded.
-
-    With the rules in force it is what a sweep may remove; with other rules, what they would expire at once.
-    """
-    totals: dict[tuple[int, SpaceId], tuple[int, int]] = {}
-    for block in blocks:
-        if not is_expired(block, keep_until_s(block.touches, rules), now_s):
-            continue
-        pair = (holding_class(block.touches, rules), block.space_id)
-        count, size_bytes = totals.get(pair, (0, 0))
-        totals[pair] = (count + 1, size_bytes + block.payload_bytes)
-    return tuple(ClassEffect(byte, space, *total) for (byte, space), total in sorted(totals.items()))
 
 
 def _earliest(one_s: int, other_s: int) -> int:

@@ -324,6 +324,12 @@ class PresenceMap:
         """Rows that a pin holds."""
         return np.array([slot for slot, until_s in self._pins_s.items() if until_s > now_s], dtype=np.int64)
 
+    def pinned_bytes(self) -> int:
+        """Of records that a pin holds beyond their promise."""
+        slots = np.array(list(self._pins_s), dtype=np.int64)
+        beyond = self.pin_until_s(slots) > self.keep_until_s(slots)
+        return int(self.record_bytes_of(slots[beyond]).sum())
+
     def promises_of(self, segments: Sequence[int]) -> list[tuple[int, int]]:
         """The last deadline of each segment as far as it is known, and the bytes of its rows."""
         held = [self._holdings[number] for number in segments]

@@ -117,6 +117,12 @@ class SegmentSet:
         return len(self.free) + growth
 
     @property
+    def withheld(self) -> int:
+        """How many of the segments could not be made now, since others have filled the file system."""
+        missing = max(0, self.segments_max - len(self.segments))
+        return max(0, missing - self.watermark.room_bytes() // self._segment_bytes) if missing else 0
+
+    @property
     def held_back(self) -> bool:
         """Whether only the watermark stands against another segment: the volume is not full, its file system is."""
         return self.free_count > SPARE_SEGMENTS and not self.free and not self._may_create()

@@ -546,9 +546,9 @@ class Shard:
         with self._ledger.lock:
             segments = self._ledger.segments
             used = segments.segments_max - segments.free_count
-            blocks = len(self._ledger.presence)
+            blocks, pinned_bytes = len(self._ledger.presence), self._ledger.presence.pinned_bytes()
             sizes = (self._parts.layout.segment_bytes, segments.segments_max, used, SPARE_SEGMENTS)
-            return Room(*sizes, self._reclaimer.blocks_max, blocks)
+            return Room(*sizes, self._reclaimer.blocks_max, blocks, segments.withheld, pinned_bytes)
 
     def accounting(self) -> dict[str, int]:
         """As ``account_of``."""

@@ -57,6 +57,10 @@ class Watermark:
             log.warning("free_space_unknown path=%s problem=%r", self._path, error)
             return UNKNOWN
 
+    def room_bytes(self) -> int:
+        """What may be taken now without going below the mark."""
+        return max(0, self.free_bytes() - self.free_min_bytes)
+
     def is_low(self) -> bool:
         """Whether less than the minimum is free: others have filled the file system."""
         return bool(self.free_min_bytes) and self.free_bytes() < self.free_min_bytes

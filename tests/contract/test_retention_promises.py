@@ -19,11 +19,12 @@ from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome, Store
 from kvstore.testing import DAY_S, T0_S, ManualClock, MemoryStore
 from kvstore.traffic import AGENT, CHAT, TrafficClass
 from retention.pins import make_pins, pin_blocks, unpin_blocks
-from retention.planner import Usage, plan_expiry, summarise
+from retention.planner import Usage, summarise
 from retention.policy import load_class_rules, parse_policy, policy_text, replace_keep_for
 from retention.purge import purge_prefix, purge_spaces, spaces_of_tenant
 from retention.scan import scan_blocks
 from retention.sweeper import sweep_once
+from tests.support.expiry import plan_expiry
 from tests.support.spaces import a_chain, a_space, hit_blocks, present_blocks, put_chain
 
 HOUR_S = 3600

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.daemon.files import Files
 from kvstore.daemon.ingest import HOURS_MAX, Ingest
 from kvstore.limits import MIB
 from kvstore.promises import (
@@ -25,8 +26,11 @@ from kvstore.promises import (
     merge_ingest,
     merge_rooms,
 )
-from kvstore.testing import T0_S
+from kvstore.store import Pin
+from kvstore.testing import T0_S, ManualClock
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
+from tests.support.nodes import open_node, puts_of
+from tests.support.spaces import a_chain, a_space
 
 NOW_S = int(T0_S) // HOUR_S * HOUR_S
 AGENT_RULE = ClassRule(AGENT, "agent", 3 * DAY_S, priority=100)
@@ -240,3 +244,44 @@ def test_hours_are_bounded() -> None:
     for hour in range(60 * 24):
         counted.stored(AGENT, 1, 1, NOW_S + hour * HOUR_S)
     assert len(counted.of_classes(NOW_S + 60 * DAY_S - 1)[AGENT].stored_bytes) == HOURS_MAX
+
+
+def test_what_pins_hold_and_what_others_have_filled_is_no_room() -> None:
+    """Either breaks a promise as a smaller store would, and later if the disk is not full yet."""
+    whole, smaller = room(2000), room(1600)
+    pinned, withheld = replace(whole, pinned_bytes=400 * MIB), replace(whole, segments_withheld=400)
+    counts = {AGENT: steady(300), CHAT: steady(100)}
+    expected = forecast(counts, RULES, smaller, DAY_S)
+    for found in (forecast(counts, RULES, item, DAY_S) for item in (pinned, withheld)):
+        assert found.usable_bytes == expected.usable_bytes
+        assert [item.ratio for item in found.classes] == pytest.approx([item.ratio for item in expected.classes])
+    assert merge_rooms([pinned, withheld]).usable_bytes == 2 * smaller.usable_bytes
+    told = ingest_json(counts, withheld) | {"room": {**asdict(withheld), "news": 1}}
+    assert ingest_from_json(told)[1] == withheld
+
+
+def test_a_node_tells_of_pins_and_of_a_full_file_system(tmp_path: Path) -> None:
+    """Blocks whose pin ends before their promise hold nothing longer; a file that is there already needs no room."""
+    files = Filled()
+    node = open_node(tmp_path, ManualClock(), files=files)
+    space = node.register_space(a_space())
+    names = list(a_chain(space, 3).names)
+    node.put(space, puts_of(names, 100_000), traffic_class=AGENT)
+    until_s = int(node._clock.now_s()) + HOUR_S
+    node.pin([Pin(space, names[0].key, "a", "b"), Pin(space, names[1].key, "a", "b", until_s)])
+    seen = node._shards[0].room()
+    assert 100_000 < seen.pinned_bytes < 110_000
+    assert seen.segments_withheld == 0
+    files.free_bytes = node._shards[0]._ledger.segments.watermark.free_min_bytes + 3 * seen.segment_bytes + 1
+    there = node.stats()["segments"]
+    assert node._shards[0].room().segments_withheld == seen.segments_max - there - 3
+    node.close()
+
+
+class Filled(Files):
+    """A file system of which others leave so much."""
+
+    free_bytes = 2**40
+
+    def space(self, path: Path) -> tuple[int, int]:
+        return self.free_bytes, 2**40

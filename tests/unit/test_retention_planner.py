@@ -15,11 +15,10 @@ from retention.planner import (
     by_class,
     by_space,
     holding_class,
-    keep_until_s,
-    plan_expiry,
     summarise,
 )
 from retention.policy import replace_keep_for
+from tests.support.expiry import keep_until_s, plan_expiry
 
 NOW_S = int(T0_S)
 SPACES = (SpaceId(b"\1" * 32), SpaceId(b"\2" * 32))
