@@ -82,10 +82,13 @@ test: $(VENV)/installed-test
 
 # An engine brings a torch of its own, so it gets an environment of its own: large, made once, and ours goes in without
 # its dependencies. The store that the tests attach to runs in $(VENV).
+# requirements-ENGINE.txt is installed first, then nodeps-ENGINE.txt as it is; what unwanted-ENGINE.txt names is removed.
 .venv-%/installed: ops/engines/requirements-%.txt pyproject.toml
 	@echo "==> installing the engine $* into .venv-$* (gigabytes; minutes)"
 	@test -x .venv-$*/bin/python || $(BIN)/python -m venv .venv-$*
 	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	$(if $(wildcard ops/engines/nodeps-$*.txt),.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	    --requirement ops/engines/nodeps-$*.txt)
 	$(if $(wildcard ops/engines/unwanted-$*.txt),.venv-$*/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes \
 	    --requirement ops/engines/unwanted-$*.txt)
 	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
