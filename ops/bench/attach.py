@@ -7,7 +7,10 @@ behind.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import StoreError
+from kvstore.limits import GIB, KIB
 from ops.bench.attach_figures import standings, to_json
 from ops.bench.attach_prompts import Conversations, context_of
 from ops.bench.attach_runs import BenchFailed, Progress, Runs, Sample, Settings
-from ops.bench.attach_ways import check, ways
+from ops.bench.attach_ways import ENVIRONMENT, ROOT, check, ways
 from ops.bench.bars import Standing
 from ops.bench.child import ChildFailed
+from ops.bench.served import StoreProcess
 from ops.bench.store import BUSY_LOAD, machine, versions
 from retention.errors import TraceInvalid
 from workers.weights import default_cache_dir, resolve_model
@@ -31,6 +36,9 @@ DOCUMENT = Path(__file__).parents[1] / "data" / "document.txt"
 LENGTHS = (1024, 2048, 4096, 8192)
 QUICK_LENGTHS = (256, 512)
 CONTEXT_MAX = 8192 + 512
+TIER_CAPACITY_BYTES = 4 * GIB
+TIER_SHARE, TIER_S_MIN = 0.25, 90.0
+"""Of all the time, what the tiers may take, and what they may take however short it is."""
 FAILURES = (BenchFailed, ChildFailed, StoreError, TraceInvalid, OSError)
 
 
@@ -59,7 +67,7 @@ class Report:
 
     def standings(self) -> list[Standing]:
         """Every bar with what was reached."""
-        return standings(self.samples, self.tier)
+        return standings(self.samples, self.tier, is_quick=self.quick)
 
     def to_json(self) -> dict[str, Any]:
         replayed = self.replayed
@@ -129,17 +137,47 @@ def measure(settings: Settings, *, model: str, command: str, is_quick: bool, pro
         report.warnings.append(f"this machine was busy when the run began (load average {load:.1f}): figures are low")
     with tempfile.TemporaryDirectory(prefix="reprise-attach-", ignore_cleanup_errors=True) as folder:
         here = Path(folder)
-        _runs(report, here, progress)
+        _tier(report, here, progress)
+        _runs(report, here, progress, settings.seconds_max - (time.monotonic() - began_s))
     report.machine["load_average_after"] = os.getloadavg()
     report.seconds = time.monotonic() - began_s
     return report
 
 
-def _runs(report: Report, here: Path, progress: Progress) -> None:
-    """Whole requests through engines; what was measured before a failure counts."""
+def _tier(report: Report, here: Path, progress: Progress) -> None:
+    """Our tier beside vLLM's file tier, in vLLM's environment, over a node of its own."""
+    folder, log = here / "tier", here / "tier.log"
+    command = [str(report.settings.python), "-m", "ops.bench.attach_tier", "--folder", str(folder / "files")]
+    command += ["--rounds", "1", "--chunk-bytes", str(64 * KIB)] if report.quick else []
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    wait_s = max(TIER_SHARE * report.settings.seconds_max, TIER_S_MIN)
+    progress("tiers of vLLM's offloading")
+    try:
+        store = StoreProcess.start(folder / "node", TIER_CAPACITY_BYTES)
+        try:
+            command += ["--store", store.unix, "--data", str(store.folder / "data")]
+            with log.open("wb") as errors:
+                done = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, timeout=wait_s
+                )
+            if done.returncode:
+                raise BenchFailed(f"attach_tier ended with {done.returncode}: {log.read_text(errors='replace')[-500:]}")
+            report.tier = json.loads(done.stdout.splitlines()[-1])
+        finally:
+            store.end()
+            shutil.rmtree(folder, ignore_errors=True)
+    except (*FAILURES, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        report.skipped["tier"] = str(error)
+        progress(f"tier failed: {error}")
+
+
+def _runs(report: Report, here: Path, progress: Progress, seconds_max: float) -> None:
+    """Whole requests through engines, in what time is left; what was measured before a failure counts."""
     try:
         with ways(here / "ways") as made:
-            runs = Runs(report.settings, made, here, progress, report.samples, report.skipped)
+            runs = Runs(
+                replace(report.settings, seconds_max=seconds_max), made, here, progress, report.samples, report.skipped
+            )
             try:
                 runs.run()
             finally:

@@ -19,6 +19,8 @@ from typing import Any, TextIO
 
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
 ASK_S_MAX = 300.0
+IDLE_S = 0.001
+"""Between two steps that did nothing, as the loop of vLLM's own engine process does, so that other threads get on."""
 
 
 class Engine:
@@ -53,7 +55,10 @@ class Engine:
         self._engine.add_request(str(self._asked), {"prompt_token_ids": tokens}, sampling)
         last: Any = None
         while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
+            outputs = self._engine.step()
+            if not outputs:
+                time.sleep(IDLE_S)
+            for output in outputs:
                 last = output
                 if not first_s and output.outputs[0].token_ids:
                     first_s, first_cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s

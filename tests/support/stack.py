@@ -189,7 +189,7 @@ class Stack:
     def reprise(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A `reprise` command against this stack."""
         return subprocess.run(
-            [sys.executable, "-m", "ops.cli", *arguments],
+            [*reprise_command(), *arguments],
             cwd=ROOT,
             env=environment(),
             capture_output=True,
@@ -210,6 +210,11 @@ class Stack:
         return self.process.wait(wait_s)
 
 
+def reprise_command() -> list[str]:
+    """The ``reprise`` command: that of ``REPRISE`` in an engine's environment, which has neither daemon nor workers."""
+    return [os.environ["REPRISE"]] if "REPRISE" in os.environ else [sys.executable, "-m", "ops.cli"]
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
@@ -223,7 +228,7 @@ def running_stack(
     log = data / "up.log"
     ports = [word for name in ("store", "admin", "prefill", "decode") for word in (f"--{name}-listen", "127.0.0.1:0")]
     command = [
-        *(sys.executable, "-m", "ops.cli", "up", "--data", str(data), "--model", str(model)),
+        *(*reprise_command(), "up", "--data", str(data), "--model", str(model)),
         *("--capacity", capacity, "--listen", "127.0.0.1:0", *ports, "--kv-memory", "64MiB", "--threads", "1"),
         *arguments,
     ]
