@@ -246,7 +246,7 @@ def _parse_class(name: str, table: object, problems: list[str]) -> ClassRule | N
                 compress_after_s=values["compress_after"],
             )
         except ValueError as error:
-            found.append(str(error))
+            found.append(str(error).removeprefix(f"class {name!r}: "))
     problems.extend(f"class {name}: {problem}" for problem in found)
     return None
 

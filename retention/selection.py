@@ -143,12 +143,13 @@ def _part_of(
 
 def _class_byte(session: Session, name: str) -> int:
     """The byte of a class, which a rule names, or which is given as a number. Raises SelectionInvalid."""
-    if name.isascii() and name.isdecimal() and 1 <= int(name[:4]) <= CLASS_MAX:
-        return int(name)
     policies = _asked(session, lambda node, deadline_s: node.policy(deadline_s=deadline_s))
     bytes_of = {rule.name: int(rule.class_byte) for policy in policies for rule in policy.rules.rules}
     if name in bytes_of:
         return bytes_of[name]
+    digits = name.removeprefix("class-")  # as `retention show` calls one without a rule
+    if digits.isascii() and digits.isdecimal() and 1 <= int(digits[:4]) <= CLASS_MAX:
+        return int(digits)
     known = ", ".join(sorted(bytes_of))
     raise SelectionInvalid(f"no class {name[:80]!r}: the policy has {known}; one that it lacks is named by its byte")
 

@@ -52,6 +52,7 @@ def shop() -> Iterator[Parts]:
 
 PARTS: dict[str, tuple[tuple[str, ...], tuple[int, int, int], int]] = {
     "class": (("--class", "agent"), (0, SHARED, BLOCKS), SHARED),
+    "class without a rule": (("--class", "class-2"), (BLOCKS, BLOCKS, 0), SHARED),
     "class by byte": (("--class", "2"), (BLOCKS, BLOCKS, 0), SHARED),
     "class of a tenant": (("--class", "agent", "--tenant", "acme"), (0, BLOCKS, BLOCKS), 0),
     "age": (("--older-than", "30m"), (0, 0, BLOCKS), 0),
