@@ -54,6 +54,7 @@ class IncomingPuts:
         asked = wire.decode_put(request.body)
         if sum(asked.rows.sizes()) != request.header.payload_bytes:
             raise ProtocolError("PUT's rows do not account for its payload")
+        request.connection.give_way()
         outcomes: list[PutOutcome] = []
         overloaded: Overloaded | None = None
         refused = 0

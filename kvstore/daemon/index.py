@@ -87,6 +87,8 @@ log = logging.getLogger(__name__)
 
 _PAGE = 256
 """Pairs that are copied, or entries that are read, under one hold of the lock: about a millisecond."""
+_PAUSE_S = 0.001
+"""Between two pages that are copied: as long as one takes."""
 
 _REWRITE_BYTES_MIN = MIB
 """Free bytes without which a rewrite is not begun, beside those of the entries."""
@@ -366,7 +368,7 @@ class Index:
                         return True
                     copy._put_pairs(pairs)
                     begin = pairs[-1][0] + b"\0"
-                time.sleep(0)  # let whoever waits for the lock or the interpreter go first
+                time.sleep(_PAUSE_S)  # whoever waits for the lock or the interpreter goes first
         except (IndexDamaged, IndexRefused, OSError, _RocksError) as error:
             log.error("index_not_compacted problem=%r", error)
             return False

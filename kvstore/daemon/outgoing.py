@@ -102,6 +102,7 @@ class Outgoing:
         asked = wire.decode_get(request.body)
         if len(asked.wanted_bytes) == 1 and self._files is not None and self._get_one(request, asked, self._files):
             return
+        request.connection.give_way()
         with ExitStack() as held:
             answering = held.enter_context(self._load_rate.begin(sum(asked.wanted_bytes)))
             loan = held.enter_context(self._loan(asked))

@@ -35,7 +35,7 @@ from kvstore.store import SystemClock
 from kvstore.traffic import ClassRules
 
 ENDPOINTS_FILE = "endpoints.json"
-SWITCH_S = 0.0002
+SWITCH_S = 0.0001
 """How long a thread that computes keeps one waiting that was woken by a request; the interpreter's own 5 ms is longer
 than most requests take.
 """

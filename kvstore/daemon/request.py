@@ -15,6 +15,7 @@ from kvstore.daemon.admission import Party
 from kvstore.daemon.allowance import Allowance
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.tokens import Token
+from kvstore.daemon.urgency import run_as_usual, run_soon
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.store import Buffer
@@ -31,21 +32,44 @@ class Connection:
 
     ``token``: what its peer may do, as of a ``version`` of the tokens; None before HELLO. ``trusted``: the peer is on
     this host and may see every block. ``neighbour``: what it shares, once it asked to. ``party``: on whose account it
-    borrows memory. ``reports``: how many more corrupt blocks it may report.
+    borrows memory. ``reports``: how many more corrupt blocks it may report. ``hurries``: its thread is run soon after
+    it was woken, before those that move much at once.
     """
 
-    __slots__ = ("channel", "idle", "neighbour", "party", "reports", "token", "trusted", "until_s", "version")
+    __slots__ = (
+        "channel",
+        "hurries",
+        "idle",
+        "neighbour",
+        "party",
+        "reports",
+        "token",
+        "trusted",
+        "until_s",
+        "version",
+    )
 
     def __init__(self, channel: Channel, until_s: float) -> None:
         self.channel = channel
         self.until_s = until_s
         self.idle = True
+        self.hurries = False
         self.trusted = False
         self.token: Token | None = None
         self.version = 0
         self.reports = Allowance(limits.REPORTS_BURST_CONNECTION, limits.REPORTS_PER_S_CONNECTION)
         self.party = Party(connection=id(self))
         self.neighbour: Neighbour | None = None
+
+    def hurry(self) -> None:
+        """Called by the connection's own thread, as ``give_way``."""
+        self.hurries = run_soon()
+
+    def give_way(self) -> None:
+        """It moves much at once: from now on the small requests of other connections come first."""
+        if self.hurries:
+            run_as_usual()
+            self.hurries = False
 
     def close(self) -> None:
         self.channel.close()

@@ -205,6 +205,7 @@ class Server:
     # --- one connection ---------------------------------------------------------------------------------------------
 
     def _serve(self, connection: Connection) -> None:
+        connection.hurry()
         try:
             if self._session.greet(connection):
                 while not self._draining.is_set() and self._session.step(
