@@ -100,13 +100,13 @@ class SelectiveWriter:
         return outcomes
 
     def begin(
-        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool, alone: bool
     ) -> PutUnderWay | None:
         """As ``Writer.begin``; None where there is something to choose."""
         rule = self._rules().by_byte(class_byte)
         if rule is not None and self._intake.chooses(rule):
             return None
-        return self._writer.begin(space_id, blocks, class_byte, now_s, for_disk=for_disk)
+        return self._writer.begin(space_id, blocks, class_byte, now_s, for_disk=for_disk, alone=alone)
 
     def end(self, put: PutUnderWay) -> list[PutOutcome] | None:
         """As ``Writer.end``."""

@@ -111,11 +111,11 @@ class Reclaimer:
             )
         return segment
 
-    def segment_at_hand(self, class_byte: int, day: int, total_bytes: int, now_s: int) -> Segment | None:
-        """The open segment of a class and expiry day if so much goes into it as it is; nothing is done for it."""
+    def segment_at_hand(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
+        """The open segment of a class and expiry day if a record goes into it as it is; nothing is done for it."""
         segments, since = self._ledger.segments, self._since(class_byte, now_s)
         segment = segments.segments.get(segments.opened.get((class_byte, day), -1))
-        if segment is None or segment.room_bytes < total_bytes or now_s < segment.oldest_s:
+        if segment is None or segment.room_bytes < record_bytes or now_s < segment.oldest_s:
             return None
         return segment if since is None or segment.oldest_s in since else None
 

@@ -350,20 +350,28 @@ class Shard:
     ) -> list[PutOutcome]:
         """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
         end_s = time.monotonic() + deadline_s
-        for_disk = ack != "os"
-        outcomes = self._turns.beside(
-            lambda: self._put.begin(space_id, blocks, class_byte, now_s, for_disk=for_disk), self._put.end, deadline_s
-        )
-        if outcomes is None:
-            with self._writing(end_s - time.monotonic()):
-                outcomes = self._put.put(space_id, blocks, class_byte, now_s, for_disk=for_disk)
-                self._ledger.compact_if_due()
+        outcomes: list[PutOutcome] = []
+        while len(outcomes) < len(blocks):
+            rest = blocks.pick(range(len(outcomes), len(blocks))) if outcomes else blocks
+            outcomes += self._put_some(space_id, rest, class_byte, now_s, ack != "os", end_s - time.monotonic())
         stored = [at for at, outcome in enumerate(outcomes) if outcome <= PutOutcome.REPLACED]
         if ack == "disk" and stored:
             keys = [blocks.keys[at] for at in stored]
             for at in self._confirmations.lost(space_id, keys, now_s, max(0.0, end_s - time.monotonic())):
                 outcomes[stored[at]] = PutOutcome.REFUSED
         return outcomes
+
+    def _put_some(
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, for_disk: bool, deadline_s: float
+    ) -> list[PutOutcome]:
+        """How the first of the blocks ended, or all. Raises DeadlineExceeded."""
+        put, args = self._put, (space_id, blocks, class_byte, now_s)
+        done = self._turns.beside(lambda alone: put.begin(*args, for_disk=for_disk, alone=alone), put.end, deadline_s)
+        if done is None:
+            with self._writing(deadline_s):
+                done = put.put(*args, for_disk=for_disk)
+                self._ledger.compact_if_due()
+        return done
 
     def lost(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: int, deadline_s: float) -> set[int]:
         """Positions of stored blocks that the disk does not take, once it had the time (``Confirmations``)."""

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from kvstore.errors import DeadlineExceeded
 
 UNDER_WAY_MAX = 4
-"""More wait as if they had to be alone."""
+"""More wait until nothing is."""
 
 T = TypeVar("T")
 
@@ -58,28 +58,28 @@ class Turns:
         end_s = time.monotonic() + timeout_s
         self._enter(timeout_s)
         try:
-            if self._line:
-                self._waiting_alone += 1
-                try:
-                    self._changed.wait_for(lambda: not self._line, min(end_s - time.monotonic(), threading.TIMEOUT_MAX))
-                finally:
-                    self._waiting_alone -= 1
-                if self._line:
-                    raise DeadlineExceeded("the shard's writer was busy until the deadline")
+            self._empty(end_s)
             yield
         finally:
             self._changed.release()
 
-    def beside(self, begin: Callable[[], Step | None], end: Callable[[Step], T | None], timeout_s: float) -> T | None:
-        """Do something while others do: ``begin`` and ``end`` have the shard for themselves, ``write`` the files, and
-        ``check`` nothing. What ``end`` returns; None also if ``begin`` does, or whoever asks should rather be alone.
+    def beside(
+        self, begin: Callable[[bool], Step | None], end: Callable[[Step], T | None], timeout_s: float
+    ) -> T | None:
+        """Do something while others do: ``begin`` and ``end`` have the lock, ``write`` is in turn, and ``check`` has
+        nothing for itself. What ``end`` returns; None also if ``begin`` does.
 
-        ``end`` is called whatever becomes of the step. Raises DeadlineExceeded, if nothing was begun.
+        ``begin`` is told whether nothing is under way; where something is and it returns None, it is asked again once
+        nothing is. ``end`` is called whatever becomes of the step. Raises DeadlineExceeded, if nothing was begun.
         """
+        end_s = time.monotonic() + timeout_s
         self._enter(timeout_s)
         try:
             crowded = self._waiting_alone or len(self._line) >= UNDER_WAY_MAX
-            step = None if crowded else begin()
+            step = None if crowded else begin(not self._line)
+            if step is None and (crowded or self._line):
+                self._empty(end_s)
+                step = begin(True)
             if step is None:
                 return None
             turn = _Turn()
@@ -119,6 +119,18 @@ class Turns:
                 self._line.remove(turn)
                 if self._line or self._waiting_alone:
                     self._changed.notify_all()
+
+    def _empty(self, end_s: float) -> None:
+        """Wait until nothing is under way. Raises DeadlineExceeded."""
+        if not self._line:
+            return
+        self._waiting_alone += 1
+        try:
+            self._changed.wait_for(lambda: not self._line, min(end_s - time.monotonic(), threading.TIMEOUT_MAX))
+        finally:
+            self._waiting_alone -= 1
+        if self._line:
+            raise DeadlineExceeded("the shard's writer was busy until the deadline")
 
     def _is_next(self, turn: _Turn) -> bool:
         return next(each for each in self._line if not each.written) is turn

@@ -225,11 +225,12 @@ class Writer:
     # --- new blocks, beside others ------------------------------------------------------------------------------------
 
     def begin(
-        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, *, for_disk: bool, alone: bool
     ) -> PutUnderWay | None:
-        """Set room aside for blocks of which nothing is known, where there is some; None: ``put`` has to see to it.
+        """Set room aside for the first of some blocks, of which nothing is known; None: ``put`` has to see to them.
 
-        The put then goes on without the shard's lock, except for its ``end``.
+        The put then goes on without the shard's lock, except for its ``end``. ``alone``: nothing is under way, so that
+        room may be made.
         """
         parts = {_distinct_part(key) for key in blocks.keys}
         if not 1 < len(blocks) == len(parts) <= RUN_BLOCKS_MAX or blocks.altered or not self._busy.isdisjoint(parts):
@@ -243,9 +244,17 @@ class Writer:
             return None
         day = expiry_day(now_s + self._rules().keep_for_s(class_byte))
         batch = _Batch(space_id, blocks, class_byte, now_s, for_disk)
-        segment = self._reclaimer.segment_at_hand(class_byte, day, batch.total_bytes, now_s)
+        first_bytes = int(batch.record_bytes[0])
+        segment = self._reclaimer.segment_at_hand(class_byte, day, first_bytes, now_s)
+        if segment is None and alone:
+            segment = self._reclaimer.segment_for(class_byte, day, first_bytes, now_s)
         if segment is None:
             return None
+        fitting = len(_fitting(np.arange(len(blocks)), batch.record_bytes, segment.room_bytes))
+        if fitting < len(blocks):
+            blocks = blocks.pick(range(fitting))
+            batch = _Batch(space_id, blocks, class_byte, now_s, for_disk)
+            parts = {_distinct_part(key) for key in blocks.keys}
         segment.promised_bytes += batch.total_bytes
         self._busy |= parts
         return PutUnderWay(batch, segment, parts)

@@ -35,12 +35,20 @@ class Noted:
         self.notes.append(f"{self.name} checks")
 
 
-def run(turns: Turns, step: Noted) -> str | None:
+def run(turns: Turns, step: Noted, told: list[bool] | None = None) -> str | None:
+    """``told``: for what ``begin`` is told; a step that has it begins only where nothing else is under way."""
+
+    def begin(alone: bool) -> Noted | None:
+        if told is None:
+            return step
+        told.append(alone)
+        return step if alone else None
+
     def end(ended: Noted) -> str:
         ended.notes.append(f"{ended.name} ends")
         return ended.name
 
-    return turns.beside(lambda: step, end, WAIT_S)
+    return turns.beside(begin, end, WAIT_S)
 
 
 def started(work: Callable[[], object]) -> threading.Thread:
@@ -53,6 +61,15 @@ def joined(*threads: threading.Thread) -> None:
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def waiting_alone(turns: Turns, count: int) -> None:
+    """Wait until so many wait to be alone."""
+    for _ in range(1000):
+        if turns._waiting_alone == count:
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("nobody waits")
 
 
 def line_of(turns: Turns, count: int) -> None:
@@ -97,21 +114,19 @@ def test_nobody_is_alone_while_something_is_under_way() -> None:
             notes.append("alone")
 
     other = started(alone)
-    for _ in range(1000):
-        if turns._waiting_alone:
-            break
-        threading.Event().wait(0.005)
-    assert run(turns, Noted("second", notes)) is None
+    waiting_alone(turns, 1)
+    later = started(lambda: run(turns, Noted("second", notes)))
+    waiting_alone(turns, 2)
     first.may_write.set()
-    joined(one, other)
-    assert notes == ["first writes", "first checks", "first ends", "alone"]
-    assert run(turns, Noted("third", notes)) == "third"
+    joined(one, other, later)
+    assert notes[:3] == ["first writes", "first checks", "first ends"]
+    assert sorted(notes[3:]) == ["alone", "second checks", "second ends", "second writes"]
 
 
 def test_nothing_begins_while_somebody_is_alone() -> None:
     turns, notes = Turns(), list[str]()
     with turns.alone(), pytest.raises(DeadlineExceeded):
-        turns.beside(lambda: Noted("late", notes), lambda _: "late", 0.01)
+        turns.beside(lambda _: Noted("late", notes), lambda _: "late", 0.01)
     assert notes == []
 
 
@@ -129,7 +144,7 @@ def test_a_step_that_fails_ends_all_the_same() -> None:
 
 
 def test_a_line_has_an_end() -> None:
-    """More than UNDER_WAY_MAX are told to be alone instead."""
+    """What would be more than UNDER_WAY_MAX begins once nothing is under way."""
     turns, notes = Turns(), list[str]()
     first = Noted("first", notes)
     first.may_write.clear()
@@ -138,7 +153,24 @@ def test_a_line_has_an_end() -> None:
     for at in range(1, UNDER_WAY_MAX):
         threads.append(started(lambda at=at: run(turns, Noted(str(at), notes))))
         line_of(turns, at + 1)
-    assert run(turns, Noted("beyond", notes)) is None
+    threads.append(started(lambda: run(turns, Noted("beyond", notes))))
+    waiting_alone(turns, 1)
     first.may_write.set()
     joined(*threads)
-    assert len(notes) == 3 * UNDER_WAY_MAX
+    assert notes[-3:] == ["beyond writes", "beyond checks", "beyond ends"]
+    assert len(notes) == 3 * (UNDER_WAY_MAX + 1)
+
+
+def test_what_needs_to_be_alone_is_asked_again() -> None:
+    """A step that cannot begin beside another begins after it."""
+    turns, notes, told = Turns(), list[str](), list[bool]()
+    first = Noted("first", notes)
+    first.may_write.clear()
+    one = started(lambda: run(turns, first))
+    assert first.begun.wait(WAIT_S)
+    other = started(lambda: run(turns, Noted("second", notes), told))
+    waiting_alone(turns, 1)
+    first.may_write.set()
+    joined(one, other)
+    assert told == [False, True]
+    assert notes.index("first ends") < notes.index("second writes")

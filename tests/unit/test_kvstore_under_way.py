@@ -43,7 +43,7 @@ class Pair:
 
     def begin(self, puts: Sequence[BlockPut], checksums: Sequence[int] | None = None) -> PutUnderWay | None:
         batch = incoming(puts, "none", checksums)
-        return self.writer.begin(self.space, batch, AGENT, int(self.clock.now_s()), for_disk=False)
+        return self.writer.begin(self.space, batch, AGENT, int(self.clock.now_s()), for_disk=False, alone=False)
 
     def under_way(self, puts: Sequence[BlockPut], checksums: Sequence[int] | None = None) -> PutUnderWay:
         begun = self.begin(puts, checksums)
@@ -106,8 +106,12 @@ def test_room_is_promised_once(tmp_path: Path) -> None:
     first = pair.under_way(pair.first)
     segment = first.segment
     room_bytes = segment.room_bytes
-    segment.promised_bytes += room_bytes - first.batch.total_bytes + 1
-    assert pair.begin(pair.second) is None
+    one_bytes = int(first.batch.record_bytes[0])
+    segment.promised_bytes += room_bytes - 2 * one_bytes
+    second = pair.under_way(pair.second)
+    assert len(second.batch.blocks) == 2
+    assert segment.room_bytes == 0
+    assert pair.begin(pair.second[2:]) is None
     pair.node.close()
 
 
