@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -48,9 +48,14 @@ def test_two_threads_do_each_part_once(helper: Helper) -> None:
 def test_a_helper_that_comes_late_finds_nothing_to_do(helper: Helper) -> None:
     """Its thread is held up; the work is done all the same, and is not begun again later."""
     busy, free = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        busy.set()
+        free.wait(WAIT_S)
+
     helper.share(lambda: None)
     assert helper._threads is not None
-    helper._threads.submit(lambda: (busy.set(), free.wait(WAIT_S)))
+    helper._threads.submit(hold_up)
     assert busy.wait(WAIT_S)
     runs: list[int] = []
     helper.share(lambda: runs.append(threading.get_ident()))
@@ -80,7 +85,12 @@ def test_blocks_of_a_large_batch_come_byte_for_byte_with_help(monkeypatch: pytes
     monkeypatch.setattr(local, "SHARED_BYTES_MIN", 1)
     shared: list[int] = []
     real = Helper.share
-    monkeypatch.setattr(Helper, "share", lambda self, work: (shared.append(1), real(self, work))[1])
+
+    def share(self: Helper, work: Callable[[], None]) -> None:
+        shared.append(1)
+        real(self, work)
+
+    monkeypatch.setattr(Helper, "share", share)
     with short_dir() as folder:
         config = NodeConfig(directories=(folder / "data",), capacity_bytes=64 * limits.MIB)
         node = Node.open(config, ManualClock(), TEST_RULES)
