@@ -31,8 +31,10 @@ MiB both sides together take 0.60, 0.54, 0.43 and 0.41 CPU seconds a GB, of bloc
 its bytes counts for more than the cache that a small one stays in. A batch should have several parts, else nothing
 overlaps.
 """
-SHARED_BYTES_MIN = 2 * limits.MIB
-"""Less is read and verified before another thread has woken up."""
+HELPED_BYTES = range(8 * limits.MIB, 16 * limits.MIB + 1)
+"""Payload that two threads read: of less, most is read before the other has woken up; more is spread over connections,
+which have threads of their own.
+"""
 
 
 # --- segments -------------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def read_extents(
                     return
                 scatter.finish(plan, begin, end)
 
-    if helper is not None and len(steps) - len(cold) > 1 and plan.total_bytes >= SHARED_BYTES_MIN:
+    if helper is not None and len(steps) - len(cold) > 1 and sum(plan.sizes) in HELPED_BYTES:
         helper.share(read_on)
     else:
         read_on()

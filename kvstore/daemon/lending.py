@@ -224,8 +224,10 @@ class Neighbour:
             self.release()
             return loan.rows, False, []
         files = loan.rows["file"][lent]
-        files[loan.cold_among(lent)] += len(loan.files)
-        opened: list[Opened] = [(*life, direct) for direct in (False, True) for life in loan.files]
+        opened: list[Opened] = [(*life, False) for life in loan.files]
+        if cold := loan.cold_among(lent):
+            files[cold] += len(opened)
+            opened += [(*life, True) for life in loan.files]
         wanted = set(files.tolist())
         unknown = sum(opened[at] not in self._numbers for at in wanted)
         anew = len(self._numbers) + unknown > limits.DESCRIPTORS_MAX

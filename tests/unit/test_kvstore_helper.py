@@ -80,9 +80,9 @@ def test_a_failure_on_either_side_is_told_when_the_other_has_ended(helper: Helpe
 
 
 def test_blocks_of_a_large_batch_come_byte_for_byte_with_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several lengths, in scattered order, with the threshold at a byte so that every batch is shared."""
+    """Of several lengths, in scattered order, and every batch is shared, however small."""
     monkeypatch.setattr(local, "PROCESSORS", 2)
-    monkeypatch.setattr(local, "SHARED_BYTES_MIN", 1)
+    monkeypatch.setattr(local, "HELPED_BYTES", range(1, limits.GIB))
     shared: list[int] = []
     real = Helper.share
 
