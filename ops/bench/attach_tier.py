@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from ops.bench.tier_drive import TIER_MODULE, WEIGHTS_DIGEST, Drive, DriveError, Steps, open_drive
+from ops.bench.baselines import drop_cache
+from ops.bench.tier_drive import ASK, POLL, PROMOTE, TIER_MODULE, WEIGHTS_DIGEST, Drive, DriveError, Steps, open_drive
 
 REPRISE, FS, FS_BUFFERED = "reprise", "fs", "fs buffered"
 """The file tier goes around the page cache where it can; told not to, it is the harder one to beat."""
@@ -37,6 +38,8 @@ REQUEST_CHUNKS = 16
 LOOK_UP_KEYS = 4096
 ROUNDS = 7
 COLD_ROUNDS = 3
+STEP_KINDS = (ASK, POLL, PROMOTE)
+"""Every request's load has these. Each counts alike: a slower tier has more polls, which are the cheapest steps."""
 GIGA = 1e9
 
 
@@ -58,16 +61,17 @@ class Contender:
             samples.clear()
         self.drive.steps = Steps()
 
-    def figures(self, job_bytes: int) -> dict[str, float]:
-        """Medians over the rounds."""
+    def figures(self, job_bytes: int, kinds: Sequence[str]) -> dict[str, float]:
+        """Medians over the rounds. ``kinds``: of steps that every tier had."""
         steps = self.drive.steps
+        by_kind = {kind: 1e6 * median(steps.wall_s[kind]) for kind in kinds}
         figures = {
             "load_gb_per_s": job_bytes / GIGA / median(self.load_s),
             "store_gb_per_s": job_bytes / GIGA / median(self.store_s),
             "lookups_per_s": LOOK_UP_KEYS / median(self.look_up_s),
-            "step_us": 1e6 * median(steps.asking_s),
-            "step_p99_us": 1e6 * float(np.quantile(steps.asking_s, 0.99)),
-            "step_cpu_us": 1e6 * median(steps.asking_cpu_s),
+            "step_us": sum(by_kind.values()) / len(by_kind),
+            **{f"step_{kind}_us": seconds for kind, seconds in by_kind.items()},
+            "step_cpu_us": 1e6 * sum(median(steps.cpu_s[kind]) for kind in kinds) / len(kinds),
             "begin_store_us": 1e6 * median(steps.storing_s),
         }
         if self.load_cold_s:
@@ -120,7 +124,9 @@ def measure(
             for contender in _in_turns(contenders, number):
                 _load_cold(contender, jobs)
         job_bytes = REQUESTS * REQUEST_CHUNKS * chunk_bytes
-        return {contender.name: contender.figures(job_bytes) for contender in contenders}
+        had = [contender.drive.steps.wall_s for contender in contenders]
+        kinds = [kind for kind in STEP_KINDS if all(kind in one for one in had)]
+        return {contender.name: contender.figures(job_bytes, kinds) for contender in contenders}
 
 
 def _in_turns(contenders: Sequence[Contender], number: int) -> list[Contender]:
@@ -135,10 +141,12 @@ def _round(contender: Contender, jobs: Jobs) -> None:
     drive.forget()
     contender.load_s.append(_load(drive, jobs))
     drive.forget()
+    steps, drive.steps = drive.steps, Steps()  # of that many keys: not to be mixed with those of loads
     asked = [(drive.request(), new_keys(LOOK_UP_KEYS // REQUESTS)) for _ in range(REQUESTS)]
     began_s = time.perf_counter()
     hits = drive.look_up(asked)
     contender.look_up_s.append(time.perf_counter() - began_s)
+    drive.steps = steps
     drive.finish(*(request for request, _ in asked))
     if any(hits):
         raise DriveError(f"{contender.name} has chunks that nobody stored")
@@ -206,19 +214,6 @@ def _contenders(store: str, folder: Path, data: Path | None, chunk_bytes: int) -
             contender.drive.close()
         for root in files.values():
             shutil.rmtree(root, ignore_errors=True)
-
-
-def drop_cache(folder: Path) -> None:
-    """Have files read from their device the next time."""
-    os.sync()
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            if path.is_file():
-                fd = os.open(path, os.O_RDONLY)
-                try:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(fd)
 
 
 def main() -> None:

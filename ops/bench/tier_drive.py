@@ -40,12 +40,16 @@ class DriveError(Exception):
     """A tier did not do what it must."""
 
 
+ASK, POLL, PROMOTE, RESOLVE = "ask", "poll", "promote", "resolve"
+"""Steps by what happens in them: first look-ups; nothing new; hits, so loads begin; whatever else was settled."""
+
+
 @dataclass(slots=True)
 class Steps:
-    """What the scheduler's thread spent in the manager, in seconds: steps that asked, their CPU time, stores begun."""
+    """What the scheduler's thread spent in the manager, in seconds: by kind of step, and when stores were begun."""
 
-    asking_s: list[float] = field(default_factory=list)
-    asking_cpu_s: list[float] = field(default_factory=list)
+    wall_s: dict[str, list[float]] = field(default_factory=dict)
+    cpu_s: dict[str, list[float]] = field(default_factory=dict)
     storing_s: list[float] = field(default_factory=list)
 
 
@@ -57,6 +61,8 @@ class Drive:
     rows: npt.NDArray[np.uint8]
     steps: Steps = field(default_factory=Steps)
     requests: int = 0
+    before: dict[str, list[LookupResult]] = field(default_factory=dict)
+    """What the last step that asked was told."""
 
     @property
     def tier(self) -> Any:
@@ -81,10 +87,21 @@ class Drive:
                     break
             results.append(row)
         self.manager.on_schedule_end(NO_CHANGE)
+        cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
         if asked:
-            self.steps.asking_cpu_s.append(time.thread_time() - cpu_s)
-            self.steps.asking_s.append(time.perf_counter() - wall_s)
+            kind = self._kind([request.req_id for request, _ in asked], results)
+            self.steps.cpu_s.setdefault(kind, []).append(cpu_s)
+            self.steps.wall_s.setdefault(kind, []).append(wall_s)
         return results
+
+    def _kind(self, names: Sequence[str], results: Sequence[list[LookupResult]]) -> str:
+        before, self.before = self.before, dict(zip(names, results, strict=True))
+        if not before.keys() >= self.before.keys():
+            return ASK
+        changed = [row for name, row in self.before.items() if row != before[name]]
+        if not changed:
+            return POLL
+        return PROMOTE if any(LookupResult.HIT_PENDING in row for row in changed) else RESOLVE
 
     def store(self, request: ReqContext, keys: Sequence[OffloadKey], payloads: Sequence[npt.NDArray[np.uint8]]) -> int:
         """What the scheduler and a copy worker do to store chunks; returns how many the primary tier took."""
