@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -526,6 +527,7 @@ class Node:
         now_s = self._clock.now_s()
         parts = [shard.stats(now_s) for shard in self._shards]
         effects = merge_effects(effect for part in parts for effect in part.pop("effects"))
+        evicted_of = sum((part.pop("evicted_of") for part in parts), Counter[int]())
         totals = {name: sum(part[name] for part in parts) for name in parts[0]}
         for name in ("segment_bytes", "recovery_s"):
             totals[name] = max(part[name] for part in parts)
@@ -546,6 +548,7 @@ class Node:
             **promise_stats([(shard.ingest(int(now_s)), shard.room()) for shard in self._shards], rules),
             "uptime_s": time.monotonic() - self._started_s,
             "class_blocks": by_class(effects, rules, lambda effect: effect.blocks),
+            "class_evicted": {rules.name_of(class_byte): count for class_byte, count in sorted(evicted_of.items())},
             "class_bytes": by_class(effects, rules, lambda effect: effect.payload_bytes),
             "space_bytes": by_space(effects),
         }

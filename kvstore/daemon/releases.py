@@ -92,8 +92,9 @@ class Releases:
             if not here.all():  # a key that was put again since has left its row already
                 slots, reasons = slots[here], reasons[here]
             described = ledger.describe(slots)
+            classes = ledger.presence.class_of(slots[reasons == Presence.EVICTED])
             dropped = ledger.drop(slots, reasons, release.now_s, segment)
             ledger.record(dropped, described, reasons, release.now_s)
-        evicted = int(np.count_nonzero(reasons == Presence.EVICTED))
-        ledger.counters.evicted += evicted
-        ledger.counters.expired += len(reasons) - evicted
+        ledger.counters.evicted += len(classes)
+        ledger.counters.evicted_of.update(classes.tolist())
+        ledger.counters.expired += len(reasons) - len(classes)

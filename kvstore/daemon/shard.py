@@ -542,6 +542,7 @@ class Shard:
                 "recovered_dropped": self._parts.recovered.dropped,
                 "recovered_damaged": self._parts.recovered.damaged + segments.damaged,
                 "effects": effects,
+                "evicted_of": self._ledger.counters.evicted_of.copy(),
                 **self._ledger.counters.as_dict(),
             }
 

@@ -5,8 +5,9 @@ Owns no lock: counters are changed under the shard's, or are plain increments wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -53,9 +54,12 @@ class Counters:
     bytes_written: int = 0
     write_errors: int = 0
     index_errors: int = 0
+    evicted_of: Counter[int] = field(default_factory=Counter)
+    """The evicted by the class that touched them last."""
 
     def as_dict(self) -> dict[str, int]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """All but those by class."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "evicted_of"}
 
 
 def effects_of(presence: PresenceMap, slots: Slots) -> tuple[ClassEffect, ...]:

@@ -156,6 +156,10 @@ def test_a_class_beyond_its_ceiling_gives_way_before_a_cheaper_one(keeper: Keepe
         for chain in chains:
             keeper.clock.advance(60)
             put_chain(keeper.store, chain, traffic_class, payload_bytes=250_000)
+    stats = keeper.store.stats()
+    assert stats["evicted"] > 0
+    if "class_evicted" in stats:
+        assert stats["class_evicted"] == {"chat": stats["evicted"]}, "it is counted which class gave way"
     keeper.restart()
     assert present_blocks(keeper.store, agents) == 4 * 16
     assert present_blocks(keeper.store, chats[-1:]) == 16
