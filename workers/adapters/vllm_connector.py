@@ -35,10 +35,12 @@ from workers.adapters.attachment import Settings
 from workers.adapters.vllm_moving import Moving
 from workers.adapters.vllm_scheduling import Scheduling
 from workers.adapters.vllm_space import check_supported
+from workers.adapters.vllm_stats import RepriseMetrics, RepriseStats
 from workers.adapters.vllm_step import Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -127,6 +129,25 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.moving.take_bad_pages()
+
+    # in both, and in whoever shows metrics
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self.scheduling.stats() if self._scheduling is not None else self.moving.stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return RepriseStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> RepriseMetrics:
+        return RepriseMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for half in (self._scheduling, self._moving):

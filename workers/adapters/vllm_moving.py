@@ -25,6 +25,7 @@ from kvstore.store import GetStatus
 from workers.adapters.attachment import Attachment, OptionError, Settings
 from workers.adapters.vllm_pages import Pages
 from workers.adapters.vllm_space import layout_of, make_space
+from workers.adapters.vllm_stats import Interval, RepriseStats
 from workers.adapters.vllm_step import Move, Rank, window_name
 from workers.spaces import TenantSpace
 
@@ -52,7 +53,8 @@ class Moving:
         self._namer = ThreadPoolExecutor(1, "reprise-save")
         self._lock = threading.Lock()
         self._copied_bytes = 0
-        self.shed = 0
+        self._copies_shed = 0
+        self._interval = Interval()
 
     def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The KV memory is there: name it, and attach."""
@@ -76,6 +78,12 @@ class Moving:
         self._namer.shutdown(wait=True)
         log.info("reprise_worker", extra={"counts": self._attached.stats()})
         self._attached.close(CLOSE_S)
+
+    def stats(self) -> RepriseStats | None:
+        """What was counted since it was last asked."""
+        if not self._interval.due:
+            return None
+        return self._interval.take({**self._attached.stats(), "copies_shed": self._copies_shed})
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -169,7 +177,7 @@ class Moving:
         """Memory for a copy; None where too much waits already."""
         with self._lock:
             if self._attached.publisher.queue_bytes + self._copied_bytes + size > self._settings.queue_bytes:
-                self.shed += 1
+                self._copies_shed += 1
                 return None
             self._copied_bytes += size
         return self._attached.memory(size)

@@ -25,6 +25,7 @@ from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
 from workers.adapters.attachment import Asked, Attachment, Settings, wishes_of
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
+from workers.adapters.vllm_stats import Interval, RepriseStats
 from workers.adapters.vllm_step import Move, Prefix, Rank, Step, window_name
 from workers.spaces import TenantSpace
 
@@ -110,6 +111,7 @@ class Scheduling:
         self._attached: Attachment | None = None
         self._adapters = AdapterDigests()
         self._reset: tuple[Input, ...] = ()
+        self._interval = Interval()
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Move] = []
 
@@ -122,6 +124,12 @@ class Scheduling:
         if self._attached is not None:
             log.info("reprise_scheduler", extra={"counts": self._attached.stats()})
             self._attached.close(CLOSE_S)
+
+    def stats(self) -> RepriseStats | None:
+        """What was counted since it was last asked."""
+        if self._attached is None or not self._interval.due:
+            return None
+        return self._interval.take(self._attached.stats())
 
     def reset(self) -> None:
         """What was cached is not to be used any more (the weights were changed in place, say): begin a world apart.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -131,23 +135,53 @@ def test_a_fresh_engine_goes_on_where_another_stopped(kind: str, models: dict[st
 
 def test_two_processes_share_a_store(models: dict[str, str], store: StoreProcess) -> None:
     """What one engine computed, another that runs beside it does not compute again."""
-    given = {"options": options_of(models["llama"]), "connector": connector(store.address, tenant="henry")}
-    command = [sys.executable, "-m", "ops.bench.attach_engine"]
-    other = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    attached = connector(store.address, tenant="henry")
+    with child(options_of(models["llama"]), attached) as other:
+        told = line_of(other, {"op": "ask", "tokens": PROMPTS[-1], "answer": ANSWER_TOKENS})
+        with engine(models["llama"], attached) as mine:
+            found = mine.ask(PROMPTS[-1], ANSWER_TOKENS)
+    assert (told["external"], found["external"]) == (0, hits_of("llama")[-1])
+    assert found["tokens"] == told["tokens"]
+
+
+def test_ranks_in_processes_of_their_own_load_what_they_saved(models: dict[str, str], store: StoreProcess) -> None:
+    """A model that is split over two processes, with a third for the scheduler: each rank has its own part back."""
+    options = options_of(models["gemma3"], tensor_parallel_size=2, enable_prefix_caching=False)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    asked = {"op": "ask", "tokens": PROMPTS[-1], "answer": ANSWER_TOKENS}
+    with child(options, connector(store.address, tenant="ranks"), environment) as split:
+        told = line_of(split, asked)
+        until_s = time.monotonic() + SETTLE_S
+        while (found := line_of(split, asked))["external"] == 0:  # until both ranks have put what they copied
+            assert time.monotonic() < until_s
+    assert (told["external"], found["external"]) == (0, hits_of("gemma3")[-1])
+    assert found["tokens"] == told["tokens"]
+    client = StoreClient.connect([store.address])
+    spaces = [space for space in client.spaces().values() if space.tenant_salt == tenant_salt("ranks")]
+    client.close()
+    assert sorted((space.shard.tensor_rank, space.shard.tensor_size) for space in spaces) == [(0, 2), (1, 2)]
+
+
+@contextlib.contextmanager
+def child(
+    options: dict[str, Any], attached: dict[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine in another process, which takes lines; ended with all the processes that it started."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ops.bench.attach_engine"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
-        tell = line_of(other, given)
-        assert "ready_s" in tell
-        told = line_of(other, {"op": "ask", "tokens": PROMPTS[-1], "answer": ANSWER_TOKENS})
-        with engine(models["llama"], given["connector"]) as mine:
-            found = mine.ask(PROMPTS[-1], ANSWER_TOKENS)
-        assert told["external"] == 0
-        assert found["external"] == hits_of("llama")[-1]
-        assert found["tokens"] == told["tokens"]
+        assert "ready_s" in line_of(process, {"options": options, "connector": attached})
+        yield process
     finally:
-        other.kill()
-        other.communicate(timeout=SETTLE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SETTLE_S)
 
 
 def line_of(process: subprocess.Popen[bytes], command: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +285,19 @@ def test_loads_that_fail_change_no_answer(pair: Pair, monkeypatch: pytest.Monkey
     hits = [sum(external(pair.ask(reprise_tenant="dave"))) for _ in range(6)]
     assert failed
     assert 0 < sum(hits) <= 6 * sum(hits_of(pair.kind))
+
+
+def test_vllms_metrics_tell_what_the_connector_did(pair: Pair) -> None:
+    """Beside vLLM's own counters of external hits: look-ups, loads and puts, and what of them failed."""
+    pair.ask(reprise_tenant="irene")
+    until_s = time.monotonic() + SETTLE_S
+    wanted = {f"vllm:reprise_{name}" for name in ("lookups", "found", "loaded", "loaded_bytes", "blocks_acknowledged")}
+    while True:
+        pair.ask(reprise_tenant="irene")
+        counted = {metric.name: metric.value for metric in pair.attached._llm.get_metrics() if metric.name in wanted}
+        if counted.keys() == wanted and all(counted.values()):
+            break
+        assert time.monotonic() < until_s
 
 
 def test_windows_that_are_gone_are_no_hit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
