@@ -136,7 +136,7 @@ def wait(call: Callable[[], Any], what: str = "an answer") -> Any:
     raise AssertionError(f"no {what} within {WAIT_S} s")
 
 
-class _Allocator:
+class Allocator:
     """All that the controller asks of the device's side."""
 
     def __init__(self, pool: Any) -> None:
@@ -153,12 +153,12 @@ ALONE = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size"
 class Driven:
     """SGLang's controller with its storage threads, driven as its scheduler drives it."""
 
-    def __init__(self, address: str, device_pool: Any, pool: Any, **ours: Any) -> None:
+    def __init__(self, address: str, device_pool: Any, pool: Any, tp_group: Any = None, **ours: Any) -> None:
         self.controller = HiCacheController(
-            _Allocator(device_pool),
+            Allocator(device_pool),
             pool,
             PAGE,
-            None,
+            tp_group,
             threading.Event(),
             io_backend="direct",
             storage_backend="dynamic",
@@ -171,19 +171,19 @@ class Driven:
         """Store the pages that hold these tokens; how many tokens were."""
         hashes = self.controller.get_hash_str(list(tokens), None, page_size=PAGE)
         self.controller.write_storage(slots(*pages), list(tokens), hashes)
-        return int(wait(lambda: _next(self.controller.ack_backup_queue), "backup").completed_tokens)
+        return int(wait(lambda: next_of(self.controller.ack_backup_queue), "backup").completed_tokens)
 
     def prefetch(self, tokens: Sequence[int]) -> tuple[int, torch.Tensor | None]:
         """Load what is stored of these tokens' prefix into pages of the pool; how many tokens, and where they are."""
         self.controller.prefetch("request", list(tokens))
-        operation = wait(lambda: _next(self.controller.prefetch_hit_queue), "look-up")
+        operation = wait(lambda: next_of(self.controller.prefetch_hit_queue), "look-up")
         if operation.storage_hit_count == 0:
             return 0, None
         operation.host_indices = self.controller.alloc_prefetch_host_buffers(operation, operation.storage_hit_count)
         self.controller.prefetch_buffer.put(operation)
         done = 0
         while True:
-            ack = wait(lambda: _next(self.controller.ack_prefetch_queue), "prefetch")
+            ack = wait(lambda: next_of(self.controller.ack_prefetch_queue), "prefetch")
             if ack.completed_req:
                 return done, operation.host_indices
             done = max(done, ack.completed_tokens or 0)
@@ -196,7 +196,8 @@ class Driven:
         self.controller.detach_storage_backend()
 
 
-def _next(queue: Any) -> Any:
+def next_of(queue: Any) -> Any:
+    """What a queue holds, without waiting; None: nothing."""
     return None if queue.empty() else queue.get_nowait()
 
 
