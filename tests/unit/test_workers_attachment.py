@@ -153,6 +153,19 @@ def test_a_look_up_that_hangs_is_a_miss_at_its_deadline() -> None:
         rig.attached.close(5.0)
 
 
+def test_a_fault_of_ours_costs_a_hit_and_is_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """What goes wrong on a thread here reaches the log, and never the engine that polls."""
+    asked = rig.attached.ask(lambda left_s: 1 // 0)
+    assert asked._future is not None
+    assert isinstance(asked._future.exception(5.0), ZeroDivisionError)
+    assert asked.settled
+    assert asked.answer() is None
+    assert isinstance(rig.attached.load_soon(lambda left_s: 1 // 0).exception(5.0), ZeroDivisionError)
+    rig.attached._load_pool.shutdown(wait=True)
+    rig.attached._lookup_pool.shutdown(wait=True)
+    assert [record.message for record in caplog.records] == ["adapter_fault"] * 2
+
+
 def test_look_ups_beyond_the_bound_are_misses_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue of look-ups cannot grow: the next one is settled without an answer, and room comes back."""
     monkeypatch.setattr(module, "LOOKUPS_MAX", 1)

@@ -143,9 +143,11 @@ class Asked(Generic[T]):
         return self._future is None or self._future.done() or self._monotonic_s() >= self._until_s
 
     def answer(self) -> T | None:
-        """What was answered; None: nothing in time."""
+        """What was answered; None: nothing in time, or a fault of ours, which costs a hit and not the engine."""
         future = self._future
-        return future.result() if future is not None and future.done() and not future.cancelled() else None
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result()
 
 
 @dataclass(slots=True)
@@ -223,6 +225,7 @@ class Attachment:
             self._asked()
             return Asked(None, until_s, self._monotonic_s)
         future.add_done_callback(lambda _: self._asked())
+        future.add_done_callback(_tell_fault)
         return Asked(future, until_s, self._monotonic_s)
 
     def load_soon(self, call: Callable[[float], T]) -> Future[T]:
@@ -231,7 +234,9 @@ class Attachment:
         It ends within them: wait for the future before what it writes into is used for anything else.
         """
         until_s = self._monotonic_s() + self.settings.load_deadline_s
-        return self._load_pool.submit(lambda: call(max(until_s - self._monotonic_s(), 1e-3)))
+        future = self._load_pool.submit(lambda: call(max(until_s - self._monotonic_s(), 1e-3)))
+        future.add_done_callback(_tell_fault)
+        return future
 
     def ticket(self, space: TenantSpace, traffic_class: TrafficClass) -> Ticket:
         """The account of what one request offers to ``publisher``, whose queue sheds what does not fit."""
@@ -362,6 +367,12 @@ class Attachment:
         if self._monotonic_s() >= self._quiet_until_s:
             self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
             log.warning("store_fails", extra={"call": what, "kind": type(error).__name__, "reason": str(error)})
+
+
+def _tell_fault(future: Future[Any]) -> None:
+    """A fault of ours on a thread here: nobody may ask for its result, so it is told at once."""
+    if not future.cancelled() and (fault := future.exception()) is not None:
+        log.error("adapter_fault", exc_info=fault)
 
 
 # --- what a request says of itself ------------------------------------------------------------------------------------
