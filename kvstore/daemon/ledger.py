@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -389,17 +389,25 @@ class Ledger:
                 self.record(self.drop(slots, reasons, when_s), described, reasons, when_s)
 
     def drop(
-        self, slots: Slots, reasons: npt.NDArray[np.uint8], when_s: int, recycled: Segment | None = None
+        self,
+        slots: Slots,
+        reasons: npt.NDArray[np.uint8],
+        when_s: int,
+        recycled: Segment | None = None,
+        breathe: Callable[[], None] | None = None,
     ) -> IndexBatch:
         """The part of ``forget`` that lookups wait for; the caller holds the journal until it has recorded the rest.
 
         ``recycled``: the index learns of this segment's new life. Should a power loss take its header back to the old
         one, the next start then looks through it, rather than leave records in it that nobody knows of.
+        ``breathe``: called in between, without the lock unless the caller holds it.
         """
         extents = {recycled.number: Extent(recycled.header.generation, recycled.end)} if recycled is not None else {}
         fingerprints, places = self.presence.fingerprints_of(slots), self.presence.places[slots]
         with self.lock:
             forgotten = self.presence.tombstones.bury(fingerprints, reasons, when_s)
+        if breathe is not None:
+            breathe()
         with self.lock:  # whoever waits for it need not wait for both
             self.presence.remove(slots)
         blocks = len(self.presence)

@@ -33,7 +33,7 @@ from kvstore.daemon.record import (
     RecordHeader,
     encode_header,
 )
-from kvstore.daemon.releases import Releases
+from kvstore.daemon.releases import PART_ROWS, PART_ROWS_WAITED, Releases
 from kvstore.daemon.scour import erase_all_but
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.daemon.tallies import effects_of, merge_effects
@@ -426,16 +426,16 @@ class Reclaimer:
         """
         return self._releases.begin(segment, now_s, erase=self._has_max_age(segment))
 
-    def release_part(self) -> bool:
+    def release_part(self, rows: int = PART_ROWS) -> bool:
         """Let some rows of recycled segments go; whether there are more. The writer's lock may be let go in between."""
-        if self._releases.step():
+        if self._releases.step(rows):
             return True
         self.clean()
         return False
 
     def _release_all(self) -> None:
         """For who needs the room now: look-ups come in between, writers do not."""
-        while self.release_part():
+        while self.release_part(PART_ROWS_WAITED):
             time.sleep(BREATH_S)
 
     def _day_of(self, slots: Slots, apart: Apart | None) -> int:

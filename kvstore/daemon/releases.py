@@ -10,6 +10,7 @@ shard's writer lock, which may be let go between two parts.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,11 @@ from kvstore.daemon.segment import Segment
 from kvstore.store import Presence
 
 PART_ROWS = 64
-"""Rows that go at once: a third of a millisecond, in which no other thread comes far."""
+"""Rows that go at once in a sweep: a third of a millisecond, in three steps, between which other threads go on."""
+PART_ROWS_WAITED = 256
+"""Rows that go at once where a put waits for the segment: twice as fast."""
+BREATH_S = 0.00005
+"""Between two steps of a part."""
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +77,19 @@ class Releases:
         ledger.counters.segments_recycled += 1
         return True
 
-    def step(self) -> bool:
-        """Let one part of the rows go; whether there are more."""
+    def step(self, rows: int = PART_ROWS) -> bool:
+        """Let so many of the rows go; whether there are more."""
         if self._waiting:
             release = self._waiting[0]
-            self._drop_part(release)
+            self._drop_part(release, rows)
             if release.at >= len(release.slots):
                 self._ledger.segments.put_back(release.segment)
                 self._waiting.remove(release)
         return bool(self._waiting)
 
-    def _drop_part(self, release: _Release) -> None:
+    def _drop_part(self, release: _Release, rows: int) -> None:
         ledger, segment = self._ledger, release.segment
-        part = slice(release.at, release.at + PART_ROWS)
+        part = slice(release.at, release.at + rows)
         release.at = part.stop
         slots, reasons = release.slots[part], release.reasons[part]
         with ledger.journal:
@@ -93,7 +98,8 @@ class Releases:
                 slots, reasons = slots[here], reasons[here]
             described = ledger.describe(slots)
             classes = ledger.presence.class_of(slots[reasons == Presence.EVICTED])
-            dropped = ledger.drop(slots, reasons, release.now_s, segment)
+            dropped = ledger.drop(slots, reasons, release.now_s, segment, lambda: time.sleep(BREATH_S))
+            time.sleep(BREATH_S)
             ledger.record(dropped, described, reasons, release.now_s)
         ledger.counters.evicted += len(classes)
         ledger.counters.evicted_of.update(classes.tolist())

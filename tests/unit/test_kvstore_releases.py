@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,29 @@ def test_a_key_that_is_put_again_between_two_parts_stays(tmp_path: Path) -> None
     assert (stats["expired"], stats["evicted"], stats["corrupt"], stats["blocks"]) == (COUNT, 0, 0, 3)
     assert balanced(shard)
     assert number in shard._ledger.segments.free
+    node.close()
+
+
+def test_a_sweep_beside_readers_takes_what_expired_and_nothing_else(tmp_path: Path) -> None:
+    """Whatever moment a reader sees: what is kept is there with its bytes, what expired is not, and says so."""
+    clock = ManualClock()
+    node, shard, space, names, _ = filled(tmp_path, clock)
+    kept = list(a_chain(space, 2 * PART_ROWS, seed=9).names)
+    node.put(space, puts_of(kept, SIZE), traffic_class=CHAT)
+    clock.advance(4 * 86_400)
+    sweep = threading.Thread(target=lambda: node.sweep(apply=True))
+    sweep.start()
+    rounds = 0
+    while sweep.is_alive() or not rounds:
+        assert (node.lookup(space, names).presence == Presence.EXPIRED).all()
+        assert (node.lookup(space, kept).presence == Presence.PRESENT).all()
+        name = kept[rounds % len(kept)]
+        assert read(node, space, name, SIZE) == (GetStatus.OK, payload_of(name, SIZE))
+        rounds += 1
+    sweep.join()
+    stats = node.stats()
+    assert (stats["expired"], stats["evicted"], stats["corrupt"], stats["blocks"]) == (COUNT, 0, 0, len(kept))
+    assert balanced(shard)
     node.close()
 
 
