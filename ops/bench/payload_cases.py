@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
 from kvstore.client import StoreClient
+from kvstore.direct import PIECE_BYTES, READS_AT_ONCE
 from kvstore.keys import BlockName
 from kvstore.limits import KIB, MIB
 from kvstore.store import AckLevel
@@ -258,6 +259,8 @@ def _cold_case(ground: Ground, name: str, page_cache: str) -> Iterator[Case]:
         if share < DEVICE_SHARE_MIN:
             note += ": NOT COLD, the cache could not be dropped here"
         depth = f"{DIRECT_THREADS} reads of 1 MiB at a time by {' and '.join(one.name for one in contenders[1:])}"
+        if page_cache == "bypass":
+            depth += f", {READS_AT_ONCE} of up to {PIECE_BYTES // MIB} MiB on each connection by reprise"
         yield Case(name, "B", tuple(contenders), (bar,), size, batch, (note, depth))
 
 
