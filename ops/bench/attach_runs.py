@@ -142,13 +142,13 @@ class Runs:
         self.reusable_tokens = reusable(turns[:done], settings.block_tokens)
 
     def _prompts(self, number: int) -> list[tuple[int, Phase]]:
-        """Nominal lengths of a round, and how each is asked again; the longest ones last."""
+        """Nominal lengths of a round, and how each is asked again; what the bars ask for comes first."""
         both: tuple[Phase, Phase] = ("restart", "chilled")
-        rows: list[tuple[int, Phase]] = []
-        for nominal in sorted(self.settings.lengths):
-            phases = both if nominal <= BOTH_TOKENS_MAX else (both[number % 2],)
-            rows += [(nominal, phase) for phase in phases]
-        return sorted(rows, key=lambda row: row[0] > BOTH_TOKENS_MAX)
+        usual = sorted((nominal for nominal in self.settings.lengths if nominal <= BOTH_TOKENS_MAX), reverse=True)
+        longest = sorted(nominal for nominal in self.settings.lengths if nominal > BOTH_TOKENS_MAX)
+        return [(nominal, phase) for phase in both for nominal in usual] + [
+            (nominal, both[number % 2]) for nominal in longest
+        ]
 
     def _length(self, nominal: int) -> int:
         room = self.settings.context_tokens - self.settings.answer_tokens
