@@ -24,11 +24,9 @@ T = TypeVar("T")
 
 
 class Underway(Protocol):
-    """Something that was begun, and is to be done in two steps."""
+    """Something that was begun."""
 
     def write(self) -> None: ...
-
-    def check(self) -> None: ...
 
 
 Step = TypeVar("Step", bound=Underway)
@@ -66,8 +64,8 @@ class Turns:
     def beside(
         self, begin: Callable[[bool], Step | None], end: Callable[[Step], T | None], timeout_s: float
     ) -> T | None:
-        """Do something while others do: ``begin`` and ``end`` have the lock, ``write`` is in turn, and ``check`` has
-        nothing for itself. What ``end`` returns; None also if ``begin`` does.
+        """Do something while others do: ``begin`` and ``end`` have the lock, ``write`` is in turn. What ``end``
+        returns; None also if ``begin`` does.
 
         ``begin`` is told whether nothing is under way; where something is and it returns None, it is asked again once
         nothing is. ``end`` is called whatever becomes of the step. Raises DeadlineExceeded, if nothing was begun.
@@ -89,7 +87,6 @@ class Turns:
         try:
             with self._writing(turn):
                 step.write()
-            step.check()
         finally:
             with self._ending(turn):
                 result = end(step)

@@ -31,9 +31,6 @@ class Noted:
         if self.failure is not None:
             raise self.failure
 
-    def check(self) -> None:
-        self.notes.append(f"{self.name} checks")
-
 
 def run(turns: Turns, step: Noted, told: list[bool] | None = None) -> str | None:
     """``told``: for what ``begin`` is told; a step that has it begins only where nothing else is under way."""
@@ -119,8 +116,8 @@ def test_nobody_is_alone_while_something_is_under_way() -> None:
     waiting_alone(turns, 2)
     first.may_write.set()
     joined(one, other, later)
-    assert notes[:3] == ["first writes", "first checks", "first ends"]
-    assert sorted(notes[3:]) == ["alone", "second checks", "second ends", "second writes"]
+    assert notes[:2] == ["first writes", "first ends"]
+    assert sorted(notes[2:]) == ["alone", "second ends", "second writes"]
 
 
 def test_nothing_begins_while_somebody_is_alone() -> None:
@@ -157,8 +154,8 @@ def test_a_line_has_an_end() -> None:
     waiting_alone(turns, 1)
     first.may_write.set()
     joined(*threads)
-    assert notes[-3:] == ["beyond writes", "beyond checks", "beyond ends"]
-    assert len(notes) == 3 * (UNDER_WAY_MAX + 1)
+    assert notes[-2:] == ["beyond writes", "beyond ends"]
+    assert len(notes) == 2 * (UNDER_WAY_MAX + 1)
 
 
 def test_what_needs_to_be_alone_is_asked_again() -> None:

@@ -63,8 +63,6 @@ class Pair:
 def written(*puts: PutUnderWay) -> None:
     for put in puts:
         put.write()
-    for put in puts:
-        put.check()
 
 
 def test_both_count_one_after_the_other(tmp_path: Path) -> None:
@@ -142,8 +140,8 @@ def test_one_that_was_never_checked_takes_those_behind_it_along(tmp_path: Path) 
     """Something else went wrong with the first: nothing of either is found, and nothing is in the way of either."""
     pair = Pair(tmp_path)
     first, second = pair.under_way(pair.first), pair.under_way(pair.second)
-    first.write()
-    written(second)
+    written(first, second)
+    first.intact = None
     assert pair.writer.end(first) is None
     assert pair.writer.end(second) is None
     pair.reopen()
