@@ -64,6 +64,7 @@ def setting_json(setting: Setting) -> Row:
     return {
         "capacity_bytes": setting.capacity_bytes,
         "nodes": setting.nodes,
+        "volumes": setting.volumes,
         "payload_bytes": setting.payload_bytes,
         "record_bytes": setting.record_bytes,
         "segment_bytes": setting.layout.segment_bytes,
@@ -142,6 +143,8 @@ def setting_line(setting: Setting, varied: Sequence[str] = ()) -> str:
     if "capacity" not in varied:
         capacity = "unlimited" if setting.capacity_bytes is None else format_bytes(setting.capacity_bytes)
         parts.append(f"capacity {capacity}" + (" each" if setting.nodes > 1 else ""))
+    if setting.volumes > 1:
+        parts.append(f"{setting.volumes} volumes a node")
     parts.append(f"records of {format_bytes(setting.record_bytes)}")
     if "keep" not in varied:
         parts.append(f"keeps {keeps_of(setting.rules)}")

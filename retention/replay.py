@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.capacity import FIRST_RECORD, VolumeLayout, blocks_max, divide, record_bytes
 from kvstore.limits import BATCH_BLOCKS_MAX
@@ -28,7 +29,9 @@ UNBOUNDED_BYTES = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The store to simulate. ``capacity_bytes`` of each node; None has no bound. ``payload_bytes`` of one block."""
+    """The store to simulate. ``capacity_bytes`` of each node, which its ``volumes`` (data directories) share; None has
+    no bound. ``payload_bytes`` of one block.
+    """
 
     rules: ClassRules
     payload_bytes: int
@@ -36,10 +39,11 @@ class Setting:
     nodes: int = 1
     segment_bytes: int | None = None
     sweep_every_s: int = SWEEP_EVERY_S
+    volumes: int = 1
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.sweep_every_s < 1 or self.payload_bytes < 1:
-            raise ValueError("a simulation needs a node or more, blocks of a byte or more, and sweeps a second apart")
+        if self.nodes < 1 or self.volumes < 1 or self.sweep_every_s < 1 or self.payload_bytes < 1:
+            raise ValueError("a simulation has nodes, volumes, blocks of a byte or more, and sweeps a second apart")
         if self.slots < 1:
             raise ValueError(
                 f"a block of {self.payload_bytes} bytes does not fit a segment of {self.layout.segment_bytes}: "
@@ -48,8 +52,9 @@ class Setting:
 
     @property
     def layout(self) -> VolumeLayout:
-        """Raises VolumeError where the capacity is too small for a store."""
-        return divide(UNBOUNDED_BYTES if self.capacity_bytes is None else self.capacity_bytes, self.segment_bytes)
+        """Of one volume. Raises VolumeError where the capacity is too small for a store."""
+        capacity_bytes = UNBOUNDED_BYTES if self.capacity_bytes is None else self.capacity_bytes // self.volumes
+        return divide(capacity_bytes, self.segment_bytes)
 
     @property
     def record_bytes(self) -> int:
@@ -90,7 +95,7 @@ class Keeping:
 
 @dataclass(slots=True)
 class Outcome:
-    """One replay. ``counts`` and ``keeping`` of nodes are by class byte."""
+    """One replay. ``counts`` of volumes (node by node) and ``keeping`` of nodes are by class byte."""
 
     setting: Setting
     span_s: float
@@ -105,7 +110,7 @@ class Outcome:
 
     @property
     def classes(self) -> list[int]:
-        return sorted({*self.traffic, *self.keeping, *(number for node in self.counts for number in node)})
+        return sorted({*self.traffic, *self.keeping, *(number for volume in self.counts for number in volume)})
 
     def traffic_of(self, class_byte: int | None) -> ClassTraffic:
         """Of one class, or of all (None)."""
@@ -124,7 +129,7 @@ class Outcome:
         total = Counts()
         for at, by_class in enumerate(self.counts):
             for number, part in by_class.items():
-                if node in (None, at) and class_byte in (None, number):
+                if node in (None, at // self.setting.volumes) and class_byte in (None, number):
                     total.stored += part.stored
                     total.refused += part.refused
                     total.declined += part.declined
@@ -158,7 +163,8 @@ class Replay:
         shelf = Shelf(workload.before, setting.slots, setting.rules)
         self.shelf = shelf
         self._setting = setting
-        rules = setting.rules.for_volume(layout.capacity_bytes)
+        rules = setting.rules.for_volume(layout.capacity_bytes * setting.volumes, setting.volumes)
+        intakes = [Intake(workload.blocks, setting.record_bytes) for _ in range(setting.nodes)]
         self._volumes = [
             Volume(
                 shelf,
@@ -167,11 +173,12 @@ class Replay:
                 layout.segment_bytes,
                 layout.segments_max,
                 blocks_max(layout.index_budget_bytes),
-                Intake(workload.blocks, setting.record_bytes),
+                intake,
             )
-            for _ in range(setting.nodes)
+            for intake in intakes
+            for _ in range(setting.volumes)
         ]
-        self._owners = workload.owners(Placement([f"node-{number}" for number in range(setting.nodes)]))
+        self._owners = owners_of(workload, setting)
         self._block_tokens = workload.block_tokens
         begin_s = workload.requests[0].at_s
         self._sweep_s = int(begin_s) + setting.sweep_every_s
@@ -179,7 +186,7 @@ class Replay:
         self._sample_s = begin_s + self._sample_every_s
         self._end_s = workload.requests[-1].at_s
         self._outcome = Outcome(setting, workload.span_s, workload.accesses)
-        self._outcome.node_keeping = [Keeping() for _ in self._volumes]
+        self._outcome.node_keeping = [Keeping() for _ in range(setting.nodes)]
 
     def advance(self, now_s: float) -> None:
         """Let time pass: sweeps and samples that are due before ``now_s``, in their order."""
@@ -216,10 +223,10 @@ class Replay:
         if not len(blocks):
             return
         owners = self._owners[blocks]
-        for node in np.unique(owners).tolist():
-            owned: Blocks = blocks[owners == node]
+        for volume in np.unique(owners).tolist():
+            owned: Blocks = blocks[owners == volume]
             for begin in range(0, len(owned), BATCH_BLOCKS_MAX):
-                self._volumes[node].put(owned[begin : begin + BATCH_BLOCKS_MAX], class_byte, now_s)
+                self._volumes[volume].put(owned[begin : begin + BATCH_BLOCKS_MAX], class_byte, now_s)
 
     def _sweep(self, now_s: float) -> None:
         """The sweep that is due, or, as long as nothing expires, the first one at which something may have."""
@@ -237,15 +244,23 @@ class Replay:
         outcome = self._outcome
         outcome.samples += 1
         totals: dict[int, tuple[int, int]] = {}
-        for volume, keeping in zip(self._volumes, outcome.node_keeping, strict=True):
-            kept = volume.kept(int(at_s))
-            keeping.add(sum(item.blocks for item in kept.values()), sum(item.segments for item in kept.values()))
-            for class_byte, item in kept.items():
+        for node, keeping in enumerate(outcome.node_keeping):
+            volumes = self._volumes[node * self._setting.volumes :][: self._setting.volumes]
+            kept = [pair for volume in volumes for pair in volume.kept(int(at_s)).items()]
+            keeping.add(sum(item.blocks for _, item in kept), sum(item.segments for _, item in kept))
+            for class_byte, item in kept:
                 blocks, segments = totals.get(class_byte, (0, 0))
                 totals[class_byte] = blocks + item.blocks, segments + item.segments
         for class_byte in {*totals, *outcome.keeping}:
             outcome.keeping.setdefault(class_byte, Keeping()).add(*totals.get(class_byte, (0, 0)))
         outcome.all_keeping.add(sum(item[0] for item in totals.values()), sum(item[1] for item in totals.values()))
+
+
+def owners_of(workload: Workload, setting: Setting) -> npt.NDArray[np.uint16]:
+    """The volume of each block, counted through all nodes."""
+    nodes = workload.owners(Placement([f"node-{number}" for number in range(setting.nodes)]))
+    volumes = workload.owners(Placement([f"volume-{number}" for number in range(setting.volumes)]))
+    return nodes * np.uint16(setting.volumes) + volumes
 
 
 def hit_rate(traffic: ClassTraffic) -> float:

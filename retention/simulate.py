@@ -43,6 +43,7 @@ from retention.trace import ARRIVALS_PER_S, Trace, read_trace
 from retention.workload import Workload, make_workload
 
 NODES_MAX = 4096
+VOLUMES_MAX = 64
 BYTES_PER_TOKEN_MAX = 2**30
 SEED = 1
 SIMULATE_EPILOG = (
@@ -70,6 +71,7 @@ def add_simulate(app: typer.Typer) -> None:
         ] = None,
         capacity: Annotated[str, typer.Option(help="Of each node, like 1.5TiB, or unlimited.")] = "unlimited",
         nodes: Annotated[int, typer.Option(help="Nodes that blocks are spread over.")] = 1,
+        volumes: Annotated[int, typer.Option(help="Data directories of each node, which share its capacity.")] = 1,
         segment: Annotated[
             str | None, typer.Option(help="Size of a segment. [default: as a node of this capacity chooses]")
         ] = None,
@@ -103,6 +105,7 @@ def add_simulate(app: typer.Typer) -> None:
             base = Setting(
                 rules, 1, parse_capacity(capacity), _count("--nodes", nodes, NODES_MAX),
                 parse_bytes(segment) if segment is not None else None, parse_duration_s(every),
+                _count("--volumes", volumes, VOLUMES_MAX),
             )  # fmt: skip
             if axes:
                 check_axes(axes)

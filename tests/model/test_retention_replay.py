@@ -15,7 +15,7 @@ from kvstore.capacity import blocks_max
 from kvstore.chains import in_chain_order
 from kvstore.daemon.node import Node
 from kvstore.errors import CapacityProtected
-from kvstore.keys import BlockName, SpaceId, TokenChain
+from kvstore.keys import BlockName, SpaceId, TokenChain, space_id
 from kvstore.limits import BATCH_BLOCKS_MAX, MIB
 from kvstore.placement import Placement
 from kvstore.reclaim import Action, SegmentUsage, choose_victim, sweep_action
@@ -33,7 +33,7 @@ from kvstore.traffic import (
     ClassRules,
     TrafficClass,
 )
-from retention.replay import Outcome, Replay, Setting, replay
+from retention.replay import Outcome, Replay, Setting, owners_of, replay
 from retention.workload import Request, Workload
 from tests.support.nodes import open_node
 from tests.support.spaces import BLOCK_TOKENS, a_space
@@ -297,6 +297,7 @@ class PlainStore:
     """Several plain nodes, and what a client does with them."""
 
     def __init__(self, workload: Workload, setting: Setting) -> None:
+        assert setting.volumes == 1
         placement = Placement([f"node-{number}" for number in range(setting.nodes)])
         self.setting = setting
         self.owners = workload.owners(placement).tolist()
@@ -414,6 +415,17 @@ def drive(node: Node, clock: ManualClock, workload: Workload, setting: Setting) 
     return hits
 
 
+def place_alike(node: Node, workload: Workload, setting: Setting) -> None:
+    """Let a node put each stripe where the simulation does; by itself it goes by the random names of its volumes."""
+    owners = owners_of(workload, setting)
+    space = space_id(a_space())
+    homes: dict[bytes, int] = {}
+    for request in workload.requests:
+        for name, block in zip(names_of(space, workload, request), request.blocks().tolist(), strict=True):
+            assert homes.setdefault(name.route, int(owners[block])) == owners[block]
+    node._by_route = lambda route: homes[bytes(route)]  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Case:
     """One traffic and store. ``happens``: what must happen in it, so that it is compared."""
@@ -432,10 +444,12 @@ class Case:
     aged: bool = False
     ceiling_share: int = 0
     sweep_every_s: int = 1800
+    volumes: int = 1
 
 
 CASES = {
     "segments run out": Case(1, ("evicted",), requests=50),
+    "two volumes": Case(1, ("evicted",), 100, keeps=(HOUR_S, 7 * DAY_S), capacity_bytes=20 * MIB, volumes=2),
     "promises end": Case(2, ("evicted", "expired", "rewritten"), 70, keeps=(HOUR_S, 3 * HOUR_S), gap_s=1500.0),
     "some promises are longer": Case(
         6,
@@ -478,9 +492,18 @@ def test_it_does_what_a_real_node_does(tmp_path: Path, case: Case) -> None:
         aged=case.aged,
         ceiling_share=case.ceiling_share,
     )
-    setting = Setting(rules_in_force, case.payload_bytes, case.capacity_bytes, sweep_every_s=case.sweep_every_s)
+    setting = Setting(
+        rules_in_force,
+        case.payload_bytes,
+        case.capacity_bytes,
+        sweep_every_s=case.sweep_every_s,
+        volumes=case.volumes,
+    )
     clock = ManualClock()
-    node = open_node(tmp_path, clock, capacity_bytes=case.capacity_bytes, rules=rules_in_force)
+    node = open_node(
+        tmp_path, clock, capacity_bytes=case.capacity_bytes, rules=rules_in_force, directories=case.volumes
+    )
+    place_alike(node, workload, setting)
     try:
         real_hits = drive(node, clock, workload, setting)
         stats = node.stats()
