@@ -81,8 +81,10 @@ class Releases:
         """Let so many of the rows go; whether there are more."""
         if self._waiting:
             release = self._waiting[0]
-            self._drop_part(release, rows)
-            if release.at >= len(release.slots):
+            vanished = self._ledger.segments.segments.get(release.segment.number) is not release.segment
+            if not vanished:  # else its rows went with it, and another may have its number
+                self._drop_part(release, rows)
+            if vanished or release.at >= len(release.slots):
                 self._ledger.segments.put_back(release.segment)
                 self._waiting.remove(release)
         return bool(self._waiting)

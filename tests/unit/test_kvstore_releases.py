@@ -144,6 +144,26 @@ def test_a_crash_between_two_parts_brings_nothing_back(tmp_path: Path, parts: in
     again.close()
 
 
+def test_a_file_that_vanishes_between_two_parts_takes_its_rows_along(tmp_path: Path) -> None:
+    """Another may have its number, and other blocks its rows, before the next part: these stay."""
+    clock = ManualClock()
+    node, shard, space, names, number = filled(tmp_path, clock)
+    segment = shard._ledger.segments.segments[number]
+    assert shard._reclaimer._recycle(segment, int(clock.now_s()))
+    assert shard._reclaimer.release_part()
+    segment.path.unlink()
+    shard._reclaimer.drop_vanished(int(clock.now_s()))
+    again = list(a_chain(space, COUNT, seed=9).names)
+    assert node.put(space, puts_of(again, SIZE), traffic_class=CHAT) == [PutOutcome.STORED] * COUNT
+    assert shard._ledger.segments.segments[number] is not segment
+    while shard._reclaimer.release_part():
+        pass
+    assert (node.lookup(space, again).presence == Presence.PRESENT).all()
+    assert not (node.lookup(space, names).presence == Presence.PRESENT).any()
+    assert balanced(shard)
+    node.close()
+
+
 def test_an_index_that_is_mended_between_two_parts_names_no_row_that_goes(tmp_path: Path) -> None:
     clock = ManualClock()
     node, shard, space, _, number = filled(tmp_path, clock)
