@@ -141,11 +141,11 @@ def make_checkpoint(kind: str, directory: Path, seed: int = 0, **changes: Any) -
 
 
 @functools.cache
-def checkpoint(kind: str, **changes: int) -> Path:
+def checkpoint(kind: str) -> Path:
     """A checkpoint of ``kind`` (a key of MAKERS), made once in this process in a temporary folder."""
     root = tempfile.TemporaryDirectory(prefix=f"tiny-{kind}-")
     _KEPT.append(root)
-    return make_checkpoint(kind, Path(root.name) / f"tiny-{kind}", **changes)
+    return make_checkpoint(kind, Path(root.name) / f"tiny-{kind}")
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []

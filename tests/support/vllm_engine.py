@@ -9,7 +9,6 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -55,11 +54,11 @@ class Engine:
 
 
 @contextmanager
-def engine(model: Path, connector: KVTransferConfig | None = None, **options: Any) -> Iterator[Engine]:
+def engine(model: str, connector: KVTransferConfig | None = None, **options: Any) -> Iterator[Engine]:
     """An engine that has ended, threads and memory, when the block does."""
     settings: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "block_size": BLOCK_TOKENS}
     llm = LLM(
-        model=str(model),
+        model=model,
         dtype="float32",
         enforce_eager=True,
         seed=0,

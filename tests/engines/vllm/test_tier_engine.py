@@ -5,9 +5,10 @@ The same engine without a connector says what the answers are: float32 and greed
 
 from __future__ import annotations
 
+import functools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,17 +19,23 @@ from kvstore.client import StoreClient
 from kvstore.errors import Unavailable
 from kvstore.store import GetStatus
 from ops.bench.tier_drive import TIER_MODULE
-from tests.support.checkpoints import checkpoint
+from tests.support.attached_engine import checkpoint
 from tests.support.cpu_offloading import CpuTieringSpec
 from tests.support.store_process import StoreProcess
 from tests.support.vllm_engine import BLOCK_TOKENS, NEW_TOKENS, Answer, Engine, engine
 
-HEAD_DIM = 32
-"""The smallest that vLLM's attention on a CPU takes."""
 HITS = "vllm:external_prefix_cache_hits"
 RECOVERY_S = 30.0
 
 Prompt = list[int]
+Models = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A folder with a tiny checkpoint, by its kind."""
+    folder = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda kind: checkpoint(kind, folder))
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +81,16 @@ def whole(tokens: int, chunk: int) -> int:
     return tokens // chunk * chunk
 
 
-@pytest.mark.parametrize(("kind", "chunk_tokens"), [("llama", 32), ("llama", 64), ("gemma3", 32)])
-def test_a_fresh_engine_goes_on_where_another_was(node: StoreProcess, kind: str, chunk_tokens: int) -> None:
+@pytest.mark.parametrize(("kind", "chunk_tokens"), [("llama", 32), ("llama", 64), ("gemma3", 32), ("gptoss", 32)])
+def test_a_fresh_engine_goes_on_where_another_was(
+    node: StoreProcess, models: Models, kind: str, chunk_tokens: int
+) -> None:
     """Run, throw the engine away, start again with empty memory: hits as vLLM counts them, answers equal to the token.
 
     Full attention and sliding windows; chunks of one block and of two. Answers were stored too; but where windows
     slide, vLLM keeps chunks of them at few places only, so the next turn hits the prompt at least.
     """
-    model = checkpoint(kind, head_dim=HEAD_DIM)
+    model = models(kind)
     prompts = prompts_of(chunk_tokens, 300, 177, 600)
     with engine(model) as plain:
         cold = plain.answer(prompts)
@@ -106,19 +115,21 @@ def test_a_fresh_engine_goes_on_where_another_was(node: StoreProcess, kind: str,
 
 
 @pytest.fixture(scope="module")
-def plain_answers() -> tuple[list[Prompt], list[tuple[int, ...]]]:
+def plain_answers(models: Models) -> tuple[list[Prompt], list[tuple[int, ...]]]:
     """Prompts, and what the model says to them."""
     prompts = prompts_of(77, *(100 + 37 * number for number in range(8)))
-    with engine(checkpoint("llama", head_dim=HEAD_DIM)) as plain:
+    with engine(models("llama")) as plain:
         return prompts, tokens_of(plain.answer(prompts))
 
 
 @pytest.fixture(scope="module")
-def attached(tmp_path_factory: pytest.TempPathFactory, plain_answers: object) -> Iterator[tuple[Engine, StoreProcess]]:
+def attached(
+    tmp_path_factory: pytest.TempPathFactory, models: Models, plain_answers: object
+) -> Iterator[tuple[Engine, StoreProcess]]:
     """An engine with a node of its own, which tests may kill. A process has one at a time, so the plain one is gone."""
     store = StoreProcess(tmp_path_factory.mktemp("own"))
     store.begin()
-    with engine(checkpoint("llama", head_dim=HEAD_DIM), connector(store.address, lookup_deadline_s=0.5)) as running:
+    with engine(models("llama"), connector(store.address, lookup_deadline_s=0.5)) as running:
         yield running, store
     store.end()
 
