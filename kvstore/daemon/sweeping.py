@@ -15,8 +15,10 @@ from contextlib import AbstractContextManager
 from kvstore.daemon.ledger import Ledger
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 
-REST_S = 0.003
+REST_S, REST_S_MAX = 0.003, 0.02
 """After each part: a part takes a tenth of that, and few requests come just then. (A million blocks take a minute.)"""
+REST_PARTS = 5
+"""Where a part takes long, because others want the processors, the rest is so many times as long."""
 Writing = Callable[[float], AbstractContextManager[None]]
 
 
@@ -42,10 +44,12 @@ def _release(reclaimer: Reclaimer, writing: Writing) -> None:
     """Let the rows of recycled segments go."""
     while True:
         with writing(threading.TIMEOUT_MAX):
+            began_s = time.monotonic()
             more = reclaimer.release_part()
+            took_s = time.monotonic() - began_s
         if not more:
             return
-        time.sleep(REST_S)
+        time.sleep(min(max(REST_S, REST_PARTS * took_s), REST_S_MAX))
 
 
 def _pack(reclaimer: Reclaimer, writing: Writing, now_s: int, swept: Swept) -> None:
