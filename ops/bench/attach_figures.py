@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from ops.bench.attach_runs import Phase, Sample
-from ops.bench.attach_ways import BARE, REPRISE
+from ops.bench.attach_ways import BARE, REPRISE, WAYS
 from ops.bench.bars import Standing, standing
 
 RESTART_TOKENS, RESTART_SHARE_MAX = 4096, 0.25
@@ -26,7 +26,8 @@ REPRISE_TIER, FS_TIER = "reprise", "fs"
 class Row:
     """One way at one length of prompt. Seconds are medians to the first token; None where nothing was measured.
 
-    ``tax``: cold, over no connector. ``restarted``, ``chilled``: after a restart, over cold with no connector.
+    ``tax``: cold, over no connector; ``tax_cpu``: the same of the process's CPU seconds, which neighbours disturb less.
+    ``restarted``, ``chilled``: after a restart, over cold with no connector.
     ``hit``: tokens, after a restart. ``device_bytes``: read from a device for a chilled one.
     """
 
@@ -36,6 +37,7 @@ class Row:
     prompts: int
     cold_s: float | None = None
     tax: float | None = None
+    tax_cpu: float | None = None
     restart_s: float | None = None
     restarted: float | None = None
     chilled_s: float | None = None
@@ -67,10 +69,12 @@ class Differing:
 
 
 def rows_of(samples: Sequence[Sample]) -> list[Row]:
-    """Every way at every length, lengths first."""
-    keys = dict.fromkeys((one.nominal, one.way) for one in samples if one.phase != "replay")
+    """Every way at every length, in order of lengths, then of ways."""
+    keys = {(one.nominal, one.way) for one in samples if one.phase != "replay"}
     bare = {one.prompt: one for one in samples if one.way == BARE and one.phase == "cold"}
-    return [_row(way, nominal, samples, bare) for nominal, way in sorted(keys, key=lambda key: key[0])]
+    return [
+        _row(way, nominal, samples, bare) for nominal, way in sorted(keys, key=lambda key: (key[0], WAYS.index(key[1])))
+    ]
 
 
 def _row(way: str, nominal: int, samples: Sequence[Sample], bare: Mapping[int, Sample]) -> Row:
@@ -86,6 +90,7 @@ def _row(way: str, nominal: int, samples: Sequence[Sample], bare: Mapping[int, S
         prompts=len(mine["cold"]),
         cold_s=_median(one.ttft_s for one in mine["cold"]),
         tax=None if way == BARE else _median(_over(mine["cold"], bare)),
+        tax_cpu=None if way == BARE else _median(_over(mine["cold"], bare, "ttft_cpu_s")),
         restart_s=_median(one.ttft_s for one in mine["restart"]),
         restarted=_median(_over(mine["restart"], bare)),
         chilled_s=_median(one.ttft_s for one in mine["chilled"]),
@@ -95,8 +100,10 @@ def _row(way: str, nominal: int, samples: Sequence[Sample], bare: Mapping[int, S
     )
 
 
-def _over(samples: Iterable[Sample], others: Mapping[int, Sample]) -> list[float]:
-    return [one.ttft_s / others[one.prompt].ttft_s for one in samples if one.prompt in others]
+def _over(samples: Iterable[Sample], others: Mapping[int, Sample], figure: str = "ttft_s") -> list[float]:
+    """A figure of each answer over that of the other's to the same prompt."""
+    pairs = [(getattr(one, figure), getattr(others[one.prompt], figure)) for one in samples if one.prompt in others]
+    return [mine / theirs for mine, theirs in pairs if theirs]
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -113,7 +120,7 @@ def tax_of(samples: Sequence[Sample], way: str) -> float | None:
 def replayed_of(samples: Sequence[Sample]) -> list[Replayed]:
     """Every way over the requests of the replay that all ways answered."""
     turns = [one for one in samples if one.phase == "replay"]
-    names = list(dict.fromkeys(one.way for one in turns))
+    names = sorted({one.way for one in turns}, key=WAYS.index)
     answered = (
         set.intersection(*({one.prompt for one in turns if one.way == name} for name in names)) if names else set()
     )
@@ -137,7 +144,7 @@ def differing_of(samples: Sequence[Sample]) -> list[Differing]:
     """Answers beside those of vLLM with no connector to the same prompt, cold; of the replay, to the same request."""
     wanted = {(one.phase == "replay", one.prompt): one.answer for one in samples if one.way == BARE}
     found = []
-    for name in dict.fromkeys(one.way for one in samples if one.way != BARE):
+    for name in sorted({one.way for one in samples if one.way != BARE}, key=WAYS.index):
         pairs = [
             (one.answer, wanted[one.phase == "replay", one.prompt])
             for one in samples

@@ -23,7 +23,19 @@ from ops.bench.tables import BARS, bar_row_of
 
 MB = 1e6
 TABLE_COLUMNS = 132
-LENGTHS = ("prompt", "way", "cold s", "tax", "restart s", "of cold", "cache dropped s", "of cold", "hit", "read MB")
+LENGTHS = (
+    "prompt",
+    "way",
+    "cold s",
+    "tax",
+    "CPU",
+    "restart s",
+    "of cold",
+    "cache dropped s",
+    "of cold",
+    "hit",
+    "read MB",
+)
 REPLAY = ("way", "requests", "tokens", "hit rate", "of it external", "TTFT sum s", "p50 s")
 DIFFERING = ("way", "differing tokens", "of")
 COLOURS = {BARE: "#444444", EXAMPLE: "#c1666b", REPRISE: "#0b6e4f"}
@@ -86,6 +98,7 @@ def _length_row(row: Row) -> Sequence[str]:
         row.way,
         _number(row.cold_s, ".2f"),
         _number(row.tax, ".3f"),
+        _number(row.tax_cpu, ".3f"),
         _number(row.restart_s, ".3f"),
         _number(row.restarted, ".3f"),
         _number(row.chilled_s, ".3f"),
