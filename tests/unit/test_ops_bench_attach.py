@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from ops.bench import attach_figures, attach_prompts
 from ops.bench.attach import Report, settings_of
 from ops.bench.attach_results import page_of, print_report
 from ops.bench.attach_runs import Sample, Settings
 from ops.bench.attach_ways import BARE, EXAMPLE, REPRISE, EngineMissing, check
+from ops.bench.cli import app
 
 TEXT = list(range(1000, 1700))
 
@@ -134,11 +136,24 @@ def test_a_report_of_nothing_is_a_page_of_what_is_missing(tmp_path: Path) -> Non
     assert json.loads(json.dumps(report.to_json()))["skipped"]
 
 
+def test_the_command_says_by_its_exit_code_that_there_is_no_engine(tmp_path: Path) -> None:
+    """Code 3, as of every command that lacks a package; nothing was started."""
+    options = ["attach", "--model", str(_checkpoint(tmp_path)), "--vllm-python", str(tmp_path / "absent")]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 3
+    assert "make test-engines" in done.output
+
+
+def _checkpoint(folder: Path) -> Path:
+    """As much of one as settings look at."""
+    (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
 def test_settings_name_what_cannot_be_used(tmp_path: Path) -> None:
     """A trace that is not there and lengths below one block are refused before anything is started."""
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    given: dict[str, Any] = {"python": Path("python"), "model": str(tmp_path), "minutes": 1.0}
+    given: dict[str, Any] = {"python": Path("python"), "model": str(_checkpoint(tmp_path)), "minutes": 1.0}
     assert settings_of(**given).context_tokens == 4096
     with pytest.raises(ValueError, match="--trace"):
         settings_of(**given, trace=tmp_path / "absent")
