@@ -83,9 +83,11 @@ class Options:
         if layout is not None and (not isinstance(layout, str) or not 1 <= len(layout) <= 100):
             raise OptionError(f"layout: expected a short text, not {layout!r}")
         try:
-            capacity_bytes = parse_bytes(capacity) if isinstance(capacity, str) else int(capacity)
-        except (TypeError, ValueError) as error:
+            capacity_bytes = parse_bytes(capacity) if isinstance(capacity, str) else capacity
+        except ValueError as error:
             raise OptionError(f'capacity: expected a size such as "500GiB": {error}') from error
+        if type(capacity_bytes) is not int or capacity_bytes < 0:
+            raise OptionError(f'capacity: expected a size such as "500GiB", not {capacity!r}')
         return cls(settings, chunk_tokens, layout, capacity_bytes)
 
 

@@ -297,6 +297,7 @@ def test_closing_waits_for_what_runs_and_leaves_no_descriptor(store: StoreProces
         ({"layout": ""}, "layout: expected a short text"),
         ({"capacity": "much"}, "capacity: expected a size"),
         ({"capacity": []}, "capacity: expected a size"),
+        ({"capacity": -1}, "capacity: expected a size"),
         ({"stroe": 1}, "unknown option stroe"),
     ],
 )

@@ -129,6 +129,17 @@ def test_quotas_of_lmcache_take_effect_in_the_store(make: Make) -> None:
     assert prefetch(second, alice) == (4, 4)
 
 
+def test_lmcaches_own_eviction_works_by_the_capacity_that_it_is_told(make: Make) -> None:
+    """Beyond the watermark it deletes what was used least lately, here and in the store."""
+    eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.6, "eviction_ratio": 0.5}
+    first = make(eviction=eviction, params={"capacity": 10 * CHUNK_BYTES})
+    keys = [key(number) for number in range(8)]
+    write(first, keys)
+    wait(lambda: in_l2(first) == 4 * CHUNK_BYTES, "eviction")
+    second = make()
+    assert sum(prefetch(second, [item])[0] for item in keys) == 4
+
+
 def test_serialized_chunks_are_found_where_the_layout_is_named(make: Make) -> None:
     """LMCache's own fp8: what lies in the store is its bytes, under a space that says so; without that, nothing."""
     keys = [key(number) for number in range(4)]
