@@ -61,10 +61,14 @@ class PutJob:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How a job ended. ``done``: every block is stored, was there already, or is not wanted by its class."""
+    """How a job ended. ``done``: every block is stored, was there already, or is not wanted by its class.
+
+    ``tried``: the store was asked; a job that is not done and was not tried was shed.
+    """
 
     number: int
     done: bool
+    tried: bool = False
     seconds: float = 0.0
     sent_bytes: int = 0
 
@@ -121,6 +125,13 @@ class PinnedPuts:
             self._jobs.append(job)
             self._held_bytes += job.size
             self._changed.notify_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what was shed before may come again: the store takes blocks, and half of the bound is free."""
+        with self._changed:
+            paused = self._closing or self._monotonic_s() < self._paused_until_s
+            return not paused and 2 * self._held_bytes <= self._held_bytes_max
 
     def touch(self, space: TenantSpace, traffic_class: TrafficClass, keys: Sequence[bytes]) -> None:
         """Count a use of blocks by a class, some time soon."""
@@ -255,7 +266,7 @@ class PinnedPuts:
             at += len(job.keys)
             sent = sum(outcome in (PutOutcome.STORED, PutOutcome.REPLACED) for outcome in mine)
             done = all(outcome in _SETTLED for outcome in mine)
-            self._finished.append(PutResult(job.number, done, seconds / len(jobs), sent * job.block_bytes))
+            self._finished.append(PutResult(job.number, done, True, seconds / len(jobs), sent * job.block_bytes))
             self._held_bytes -= job.size
         for outcome in outcomes:
             self._counts[f"store_{outcome.name.lower()}"] += 1

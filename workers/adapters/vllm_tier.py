@@ -11,8 +11,9 @@ chunk is a row of the primary tier's memory, which the store reads and fills in 
 
 Invariants: no method waits but ``drain_jobs`` and ``shutdown``; every look-up has a verdict within its deadline, and
 nobody above has one; a block whose load failed is a miss for its request from then on; every job is reported once, and
-then its rows are not touched any more; under pressure stores are shed, loads never. Limits: vLLM's keys name a LoRA by
-its name, and reloading weights in place changes no key: raise ``epoch`` after either changed.
+then its rows are not touched any more; under pressure stores are shed, loads never, and what was not stored is offered
+again while vLLM has it. Limits: vLLM's keys name a LoRA by its name, and reloading weights in place changes no key:
+raise ``epoch`` after either changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import vllm
@@ -41,10 +42,11 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
 from kvstore.keys import AttentionGroup, Space, opaque_name
 from kvstore.limits import BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX
@@ -52,16 +54,32 @@ from kvstore.store import GetStatus
 from workers.adapters.attachment import Attachment, OptionError, Settings, wishes_of
 from workers.adapters.pinned_puts import PinnedPuts, PutJob
 from workers.adapters.verdicts import RequestVerdicts, Verdicts
+from workers.spaces import TenantSpace
 
 HELD_SHARE = 0.5
 """Of the primary tier's memory, what stores that wait may hold: the rest stays free for vLLM to evict from."""
 DRAIN_S = 10.0
 """Stores that have not begun by then are shed when vLLM waits for this tier."""
+MISSED_MAX = 1024
+"""Store jobs that failed or were shed and may come again; the oldest is forgotten."""
+AGAIN_KEYS = 64
+"""Chunks that are offered again in one step: each is looked for in the primary tier by the scheduler's thread."""
+TRIES_MAX = 3
+"""Times that the store is asked to keep a chunk; a job that was shed was not one."""
 GREET_S = 5.0
 BLOCKS_METRIC = "vllm:kv_offload_reprise_blocks"
 
 _RESULT = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """What a store job was to keep. ``tries``: how often the store was asked for it in vain."""
+
+    request: RequestVerdicts
+    keys: list[OffloadKey]
+    tries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,9 @@ class RepriseTier(SecondaryTierManager):
         self._asking = self._nobody
         """Whose look-ups come now, and what it was told."""
         self._unwanted: list[JobResult] = []
+        self._storing: dict[int, _Store] = {}
+        self._missed: deque[_Store] = deque(maxlen=MISSED_MAX)
+        self._again = 0
         self._loading: dict[int, Future[None]] = {}
         self._loaded: deque[tuple[_Load, list[bool], float]] = deque()
         """Loads that are over: whether each row was filled, and in how many seconds."""
@@ -142,19 +163,25 @@ class RepriseTier(SecondaryTierManager):
         request = self._request(job_metadata.req_context)
         if request.space is None:
             self._unwanted.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+        else:
+            self._offer(request.space, job_metadata, _Store(request, list(job_metadata.keys)))
+
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """Once a step: what was not stored is offered again while the primary tier has it, since vLLM never would."""
+        if not self._missed or not self._puts.has_room:
             return
-        chunks = job_metadata.chunk_ids
-        self._puts.offer(
-            PutJob(
-                number=job_metadata.job_id,
-                space=request.space,
-                traffic_class=request.traffic_class,
-                keys=list(job_metadata.keys),
-                row=lambda at: self._row(chunks[at]),
-                block_tokens=min(max(self._tokens.values()), BLOCK_TOKENS_MAX),
-                block_bytes=self._row_bytes,
-            )
-        )
+        store = self._missed.popleft()
+        if len(store.keys) > AGAIN_KEYS:
+            self._missed.appendleft(replace(store, keys=store.keys[AGAIN_KEYS:]))
+        self._again += 1
+        context = ReqContext(req_id=f"reprise-again-{self._again}", load_tier_filter=TierFilter(matchers=()))
+        context.set_state(store.request)
+        parent.on_new_request(context)
+        keys = [key for key in store.keys[:AGAIN_KEYS] if parent.lookup(key, context) is LookupResult.HIT]
+        if keys and store.request.space is not None:
+            job = parent.create_store_job(keys, context)
+            self._offer(store.request.space, job, replace(store, keys=keys))
+        parent.on_request_finished(context)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request, number = self._request(job_metadata.req_context), job_metadata.job_id
@@ -166,6 +193,9 @@ class RepriseTier(SecondaryTierManager):
         self._verdicts.settle()
         results, self._unwanted = self._unwanted, []
         for put in self._puts.finished():
+            store = self._storing.pop(put.number)
+            if not put.done and store.tries + put.tried < TRIES_MAX:
+                self._missed.append(replace(store, tries=store.tries + put.tried))
             results.append(JobResult(put.number, put.done, transfer_time=put.seconds, transfer_bytes=put.sent_bytes))
         while self._loaded:
             results.append(self._end_load(*self._loaded.popleft()))
@@ -227,6 +257,21 @@ class RepriseTier(SecondaryTierManager):
 
     def _request(self, req_context: ReqContext) -> RequestVerdicts:
         return req_context.get_state(RequestVerdicts) or self._begin(req_context)
+
+    def _offer(self, space: TenantSpace, job: TransferJob, store: _Store) -> None:
+        chunks = job.chunk_ids
+        self._storing[job.job_id] = store
+        self._puts.offer(
+            PutJob(
+                number=job.job_id,
+                space=space,
+                traffic_class=store.request.traffic_class,
+                keys=store.keys,
+                row=lambda at: self._row(chunks[at]),
+                block_tokens=min(max(self._tokens.values()), BLOCK_TOKENS_MAX),
+                block_bytes=self._row_bytes,
+            )
+        )
 
     def _row(self, chunk: int) -> memoryview:
         """A chunk's payload where it lies, without the padding behind it."""

@@ -305,6 +305,60 @@ def test_an_overloaded_store_sheds_stores_and_serves_loads(open_tier: Open, monk
     assert recall(drive, more) == 2
 
 
+def test_what_was_not_stored_is_offered_again(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 52: vLLM offers a chunk once, so a refused one would leave a hole for as long as the primary tier has it.
+
+    It comes again, under its own tenant and class, once the store takes blocks; what vLLM dropped meanwhile does not.
+    """
+    monkeypatch.setattr(pinned_puts, "PAUSE_S_MIN", 0.1)
+    drive, keys = open_tier(), fresh_keys(6)
+    request = drive.request({"reprise_tenant": "alice"})
+    real = StoreClient.put
+    monkeypatch.setattr(StoreClient, "put", lambda self, space, blocks, **_: [PutOutcome.REFUSED] * len(blocks))
+    for part in (keys[:2], keys[2:4], keys[4:]):
+        drive.store(request, part, payloads_of(part))
+        drive.settle()
+    drive.finish(request)
+    monkeypatch.setattr(StoreClient, "put", real)
+    ends_s = time.monotonic() + 10.0
+    while drive.tier._missed:
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+        drive.settle()
+    drive.forget()
+    assert recall(drive, keys, reprise_tenant="alice") == 6
+    drive.forget()
+    assert recall(drive, keys) == 0
+    assert not [name for name in drive.manager._req_state if name.startswith("reprise-again")]
+
+
+def test_what_is_refused_for_good_is_let_go(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that never takes a chunk is asked for it a few times, not for ever; nor for what vLLM has dropped."""
+    monkeypatch.setattr(pinned_puts, "PAUSE_S_MIN", 0.01)
+    monkeypatch.setattr(pinned_puts, "PAUSE_S_MAX", 0.02)
+    drive, asked = open_tier(), []
+
+    def refuse(self: Any, space: Any, blocks: Any, **kwargs: Any) -> list[PutOutcome]:
+        asked.append(len(blocks))
+        return [PutOutcome.REFUSED] * len(blocks)
+
+    monkeypatch.setattr(StoreClient, "put", refuse)
+    for drops in (False, True):
+        asked.clear()
+        request, keys = drive.request(), fresh_keys(2)
+        drive.store(request, keys, payloads_of(keys))
+        drive.settle()
+        drive.finish(request)
+        if drops:
+            drive.forget()
+        ends_s = time.monotonic() + 10.0
+        while drive.tier._missed:
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+            drive.settle()
+        assert len(asked) <= 1 if drops else asked == [2, 2, 2]
+
+
 def test_a_store_never_holds_more_than_half_of_the_primary_tier(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

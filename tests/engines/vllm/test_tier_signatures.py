@@ -14,7 +14,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingSpec, ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, OffloadingParallelConfig
 from vllm.v1.kv_offload.file_mapper import FileMapper
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -39,6 +39,12 @@ METHODS = {
     "shutdown": "self",
     "build_metric_definitions": "extra_config",
     "get_stats": "self",
+}
+PARENT = {
+    "on_new_request": "self req_context",
+    "lookup": "self key req_context",
+    "create_store_job": "self keys req_context",
+    "on_request_finished": "self req_context",
 }
 ABSTRACT = {"lookup", "submit_store", "submit_load", "get_finished_jobs", "on_new_request", "drain_jobs"}
 FIELDS: list[tuple[type[Any], str]] = [
@@ -74,6 +80,8 @@ def test_a_tier_is_what_it_was() -> None:
     assert found == METHODS, MOVED
     assert SecondaryTierManager.__abstractmethods__ == ABSTRACT, MOVED
     assert not RepriseTier.__abstractmethods__
+    found = {name: " ".join(inspect.signature(getattr(ParentManager, name)).parameters) for name in PARENT}
+    assert found == PARENT, MOVED
 
 
 @pytest.mark.parametrize(("kind", "names"), FIELDS, ids=lambda value: getattr(value, "__name__", ""))
