@@ -12,6 +12,9 @@ vLLM makes this class twice: in the scheduler it looks up (``Scheduling``), in e
 3. It gives pages; workers load into them while other requests run. A block that failed is computed, never read.
 4. After each step, blocks that it completed are copied out of their pages, and put by a thread of their own.
 
+``kv_transfer_params`` of a request may name ``reprise_tenant``, ``reprise_class`` and ``"reprise_cache": "off"``; where
+clients reach vLLM directly, whoever can send them chooses, so put a gateway before that sets them.
+
 Invariants: neither scheduler nor forward waits for the store; blocks and states are named by tokens, under the tenant
 and class that the request names; of a model with sliding windows only a prefix whose window is stored too is a hit.
 """

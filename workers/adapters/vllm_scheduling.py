@@ -278,8 +278,9 @@ class Scheduling:
     def _due(self, tracked: Tracked, before: int, computed: int) -> tuple[list[int], tuple[int, ...]]:
         """Which blocks to save of a request that will be ``computed``, and the boundaries whose windows to save.
 
-        A window is kept where a prompt ends, and then once for each window that was generated. Where a prompt ends with
-        a block, also a block before: the same prompt, sent again, has its last token computed.
+        A window is saved by the step that comes to its boundary, since the next one may let its pages go: where a
+        prompt ends, and then once for each window that was generated. Where a prompt ends with a block, also a block
+        before: the same prompt, sent again, has its last token computed.
         """
         stop, present = computed // self._block_tokens, tracked.found.present
         blocks = [at for at in range(tracked.saved, stop) if not (at < present.size and present[at])]
@@ -287,10 +288,10 @@ class Scheduling:
         prompt = tracked.request.num_prompt_tokens
         if not self._window_blocks:
             return blocks, ()
-        if before < prompt <= computed:
-            wanted = {(prompt - 1) // self._block_tokens, prompt // self._block_tokens}
-        else:
-            wanted = {stop} if computed > prompt and stop - tracked.state >= self._window_blocks else set()
+        ends = {(prompt - 1) // self._block_tokens, prompt // self._block_tokens}
+        wanted = {at for at in ends if before < at * self._block_tokens <= computed}
+        if computed > prompt and stop - max(tracked.state, *ends) >= self._window_blocks:
+            wanted.add(stop)
         have = tracked.found.kept if self._settings.keep_windows else tracked.found.states
         states = tuple(sorted(wanted - have - {0}))
         tracked.state = max(tracked.state, *wanted, 0)

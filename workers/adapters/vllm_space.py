@@ -29,6 +29,8 @@ from kvstore.keys import AttentionGroup, ShardCoordinate, Space
 from workers.adapters.attachment import OptionError, Settings
 
 _STORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+ADAPTERS_MAX = 1024
+"""Adapters whose digests are remembered; then all are hashed again."""
 _ADAPTER_CONTEXT = "reprise-kv 2026 adapter digest"
 _OVERRIDES_CONTEXT = "reprise-kv 2026 overridden weights digest"
 
@@ -139,6 +141,8 @@ class AdapterDigests:
         stamps = tuple((str(item), item.stat().st_size, item.stat().st_mtime_ns) for item in files)
         with self._lock:
             if stamps not in self._known:
+                if len(self._known) >= ADAPTERS_MAX:
+                    self._known.clear()
                 self._known[stamps] = self._pool.submit(_adapter_digest, files)
             future = self._known[stamps]
         return future.result() if future.done() and future.exception() is None else None
@@ -148,7 +152,7 @@ def _adapter_digest(files: list[Path]) -> bytes:
     whole = blake3(b"", derive_key_context=_ADAPTER_CONTEXT)
     for path in files:
         name = path.name.encode()
-        whole.update(len(name).to_bytes(4, "little") + name + blake3().update_mmap(path).digest())
+        whole.update(len(name).to_bytes(4, "little") + name + blake3(path.read_bytes()).digest())
     return whole.digest()
 
 

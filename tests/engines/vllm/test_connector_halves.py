@@ -409,16 +409,23 @@ def test_a_request_whose_load_failed_is_not_looked_up_again(ranks: Ranks) -> Non
     assert blocks == [0, 1, 2, 3, 4]
 
 
-def test_windows_are_kept_where_they_are_needed() -> None:
-    """At a prompt's end (and a block before, where it ends with one), then once a window of the answer."""
+def test_windows_are_saved_by_the_step_that_comes_to_them() -> None:
+    """At a prompt's end (and a block before, where it ends with one), whatever the steps, then once a window of the
+    answer.
+    """
     half = Ranks(config_of(a_0=full(), b_1=sliding(9))).half
-    request = a_request(list(range(200, 212)))
+    request = a_request(list(range(200, 214)))
     half.arrive(request)
     tracked = half._requests["r"]
-    assert half._due(tracked, 0, 12) == ([0, 1, 2], (2, 3))
+    assert half._due(tracked, 0, 7) == ([0], ())
+    assert half._due(tracked, 7, 13) == ([1, 2], (3,))
+    assert half._due(tracked, 13, 14) == ([], ())
     request.all_token_ids += range(40)
-    due = [half._due(tracked, computed - 1, computed)[1] for computed in range(13, 30)]
+    due = [half._due(tracked, computed - 1, computed)[1] for computed in range(15, 32)]
     assert [states for states in due if states] == [(5,), (7,)]
+    whole = a_request(list(range(300, 312)), "whole")
+    half.arrive(whole)
+    assert half._due(half._requests["whole"], 0, 12) == ([0, 1, 2], (2, 3))
     half.close()
 
 
