@@ -51,6 +51,7 @@ class Moving:
         self._loads: dict[str, tuple[Move, Future[int]]] = {}
         self._bad_pages: set[int] = set()
         self._namer = ThreadPoolExecutor(1, "reprise-save")
+        self._buffers = threading.local()
         self._lock = threading.Lock()
         self._copied_bytes = 0
         self._copies_shed = 0
@@ -69,6 +70,7 @@ class Moving:
         }
         self._space = make_space(self._config, self._caches, layouts, self._settings)
         self._attached = Attachment.open(self._settings, self._space)
+        self._attached.warm()
 
     def introduce(self) -> Rank:
         return Rank(encode_space(self._space))
@@ -124,7 +126,7 @@ class Moving:
             return 0
         size = self._pages.block_bytes
         at_once = max(1, BATCH_BYTES // size)
-        memory = memoryview(bytearray(min(at_once, len(move.blocks)) * size))
+        memory = self._buffer(min(at_once, len(move.blocks)) * size)
         good = 0
         while good < len(move.blocks):
             blocks = move.blocks[good : good + at_once]
@@ -141,13 +143,20 @@ class Moving:
 
     def _load_state(self, move: Move, stop: int, space: TenantSpace, chain: TokenChain, left_s: float) -> bool:
         if move.kept:
-            memory = bytearray(self._pages.state_bytes(stop))
+            memory = self._buffer(self._pages.state_bytes(stop))
             status = self._attached.load(space, [window_name(chain, stop)], [memory], deadline_s=left_s)[0]
-            got = memory if status == GetStatus.OK else None
+            got: memoryview | None = memory if status == GetStatus.OK else None
         else:
             state = chain.state_name(stop * chain.block_tokens)
             got = self._attached.load_state(space, state, deadline_s=left_s)
         return got is not None and self._pages.write_state(move.tables, move.blocks[0], stop, got)
+
+    def _buffer(self, size: int) -> memoryview:
+        """Memory of this thread's own, kept from load to load: new memory costs more than what is done with it."""
+        memory: bytearray | None = getattr(self._buffers, "memory", None)
+        if memory is None or len(memory) < size:
+            memory = self._buffers.memory = bytearray(max(size, BATCH_BYTES))
+        return memoryview(memory)[:size]
 
     # --- saves --------------------------------------------------------------------------------------------------------
 

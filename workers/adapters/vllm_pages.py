@@ -95,12 +95,12 @@ class Pages:
             part.copy_(layer.pages[table[layer.group][block]], non_blocking=True)
         self._settle()
 
-    def write_state(self, table: Table, first: int, stop: int, data: bytearray) -> bool:
+    def write_state(self, table: Table, first: int, stop: int, data: memoryview) -> bool:
         """Put windows back, but for blocks before ``first``, which are here and maybe shared. False: wrong size."""
         if len(data) != self.state_bytes(stop):
             return False
         with torch.cuda.stream(self._stream):
-            for part, layer, block in self._state_parts(_bytes_of(memoryview(data)), stop):
+            for part, layer, block in self._state_parts(_bytes_of(data), stop):
                 if block >= first:
                     layer.pages[table[layer.group][block]].copy_(part)
         if self._stream is not None:

@@ -20,7 +20,7 @@ from blake3 import blake3
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from kvstore.keys import Attachment as Input
-from kvstore.keys import BlockName, Space, decode_space
+from kvstore.keys import BlockName, Space, decode_space, opaque_name
 from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
 from workers.adapters.attachment import Asked, Attachment, Settings, wishes_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+GREET_S = 5.0
 _INPUT_CONTEXT = "reprise-kv 2026 engine input digest"
 _SALT_CONTEXT = "reprise-kv 2026 engine salt digest"
 
@@ -118,7 +119,10 @@ class Scheduling:
     def meet(self, ranks: Sequence[KVConnectorHandshakeMetadata]) -> None:
         """All workers are there, and said what their spaces are."""
         self._ranks = tuple(decode_space(rank.space) for rank in ranks if isinstance(rank, Rank))
-        self._attached = Attachment.open(self._settings, self._ranks[0])
+        self._attached = attached = Attachment.open(self._settings, self._ranks[0])
+        space = attached.spaces.of(None)
+        # Connect now, so that the first request's look-up need not: a restart is when hits matter.
+        attached.ask(lambda _: attached.look_up(space, [opaque_name(space.id, b"-")], deadline_s=GREET_S))
 
     def close(self) -> None:
         if self._attached is not None:

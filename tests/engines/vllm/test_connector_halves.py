@@ -142,7 +142,7 @@ def test_pages_come_back_as_they_were_and_no_other_is_written(split: int) -> Non
     for tensor in mine.values():
         tensor.zero_()  # what was read out is a copy
     target.write_blocks(to_tables, [1, 3], memoryview(blocks))
-    assert target.write_state(to_tables, 3, 4, bytes(state))
+    assert target.write_state(to_tables, 3, 4, memoryview(state))
     again, written = bytearray(len(blocks)), bytearray(len(state))
     target.read_blocks(to_tables, [1, 3], memoryview(again))
     target.read_state(to_tables, 4, memoryview(written))
@@ -165,7 +165,7 @@ def test_a_window_that_is_not_whole_is_not_saved() -> None:
     pages = Pages.of(tensors_of(config), config, TOKENS)
     assert pages.has_state(((1, 2, 3), (0, 4, 5)), 3)
     assert not pages.has_state(((1, 2, 3), (0, 0, 5)), 3)
-    assert not pages.write_state(((1, 2, 3), (0, 4, 5)), 0, 3, b"short")
+    assert not pages.write_state(((1, 2, 3), (0, 4, 5)), 0, 3, memoryview(bytearray(5)))
 
 
 def test_layers_that_share_a_tensor_are_all_kept() -> None:
