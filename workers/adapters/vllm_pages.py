@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -68,7 +69,7 @@ class Pages:
         for layer in self.blocks:
             ids = table[layer.group]
             for row, block in enumerate(blocks):
-                _page(rows[row, at : at + layer.page_bytes], layer).copy_(layer.pages[ids[block]], non_blocking=True)
+                self._copy(_page(rows[row, at : at + layer.page_bytes], layer), layer.pages[ids[block]])
             at += layer.page_bytes
         self._settle()
 
@@ -80,7 +81,7 @@ class Pages:
             for layer in self.blocks:
                 ids = table[layer.group]
                 for row, block in enumerate(blocks):
-                    layer.pages[ids[block]].copy_(_page(rows[row, at : at + layer.page_bytes], layer))
+                    self._copy(layer.pages[ids[block]], _page(rows[row, at : at + layer.page_bytes], layer))
                 at += layer.page_bytes
         if self._stream is not None:
             self._stream.synchronize()
@@ -92,7 +93,7 @@ class Pages:
     def read_state(self, table: Table, stop: int, out: memoryview) -> None:
         """Copy out the windows before block ``stop``."""
         for part, layer, block in self._state_parts(_bytes_of(out), stop):
-            part.copy_(layer.pages[table[layer.group][block]], non_blocking=True)
+            self._copy(part, layer.pages[table[layer.group][block]])
         self._settle()
 
     def write_state(self, table: Table, first: int, stop: int, data: memoryview) -> bool:
@@ -102,7 +103,7 @@ class Pages:
         with torch.cuda.stream(self._stream):
             for part, layer, block in self._state_parts(_bytes_of(data), stop):
                 if block >= first:
-                    layer.pages[table[layer.group][block]].copy_(part)
+                    self._copy(layer.pages[table[layer.group][block]], part)
         if self._stream is not None:
             self._stream.synchronize()
         return True
@@ -115,6 +116,13 @@ class Pages:
                 parts.append((_page(whole[at : at + layer.page_bytes], layer), layer, block))
                 at += layer.page_bytes
         return parts
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """On a CPU by this thread alone: torch would share out each page, and spin while the others are busy."""
+        if self._stream is None:
+            np.copyto(to.numpy(), source.numpy())
+        else:
+            to.copy_(source, non_blocking=True)
 
     def _settle(self) -> None:
         """Copies out of a device have arrived when this returns."""
