@@ -77,9 +77,9 @@ class Report:
             "model": self.model,
             "quick": self.quick,
             "settings": {
-                name: str(value) if isinstance(value, Path) else value
+                name: value.name if isinstance(value, Path) else value
                 for name, value in asdict(self.settings).items()
-                if name != "document"
+                if name not in ("document", "python")
             },
             "machine": self.machine,
             "versions": self.versions,
