@@ -73,6 +73,10 @@ _RESULT = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
+class _ByTier(dict[int, RequestVerdicts]):
+    """What a request was told, by the tier that told it: there may be several, of stores or tenants of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Store:
     """What a store job was to keep. ``tries``: how often the store was asked for it in vain."""
@@ -175,7 +179,7 @@ class RepriseTier(SecondaryTierManager):
             self._missed.appendleft(replace(store, keys=store.keys[AGAIN_KEYS:]))
         self._again += 1
         context = ReqContext(req_id=f"reprise-again-{self._again}", load_tier_filter=TierFilter(matchers=()))
-        context.set_state(store.request)
+        context.set_state(_ByTier({id(self): store.request}))
         parent.on_new_request(context)
         keys = [key for key in store.keys[:AGAIN_KEYS] if parent.lookup(key, context) is LookupResult.HIT]
         if keys and store.request.space is not None:
@@ -252,11 +256,15 @@ class RepriseTier(SecondaryTierManager):
             request = RequestVerdicts(None, self._attachment.settings.traffic_class)
         else:
             request = RequestVerdicts(self._attachment.spaces.of(terms.tenant), terms.traffic_class)
-        req_context.set_state(request)
+        told = req_context.get_state(_ByTier)
+        if told is None:
+            req_context.set_state(told := _ByTier())
+        told[id(self)] = request
         return request
 
     def _request(self, req_context: ReqContext) -> RequestVerdicts:
-        return req_context.get_state(RequestVerdicts) or self._begin(req_context)
+        told = req_context.get_state(_ByTier)
+        return (told.get(id(self)) if told else None) or self._begin(req_context)
 
     def _offer(self, space: TenantSpace, job: TransferJob, store: _Store) -> None:
         chunks = job.chunk_ids

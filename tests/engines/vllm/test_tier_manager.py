@@ -162,6 +162,18 @@ def test_class_and_tenant_come_from_the_request(open_tier: Open, node: StoreProc
     client.close()
 
 
+def test_two_tiers_of_one_engine_are_two(open_tier: Open) -> None:
+    """Of two stores, or two tenants: what one told a request is not what the other tells."""
+    mine, theirs, keys = open_tier(), open_tier(tenant="erin"), fresh_keys(1)
+    keep(mine, keys)
+    request = mine.request()
+    theirs.manager.on_new_request(request)
+    assert mine.look_up([(request, keys)]) == [1]
+    assert theirs.look_up([(request, keys)]) == [0]
+    mine.finish(request)
+    theirs.finish(request)
+
+
 def test_hints_of_an_orchestrator_count_like_parameters(open_tier: Open) -> None:
     """What the request itself says goes first."""
     drive, keys = open_tier(), fresh_keys(1)
