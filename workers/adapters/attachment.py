@@ -69,7 +69,8 @@ class Settings:
     ``tenant`` and ``traffic_class`` are those of requests that name none. ``compute_tokens_per_s``: what the engine
     computes; a hit that would take longer to load than to compute is declined (None: never). ``weights_digest``: None
     takes that of the checkpoint's files. ``keep_windows``: sliding windows are stored as long as blocks are; else they
-    stay in the nodes' memory, for minutes. ``epoch``: raise it to leave all that is stored for this model behind.
+    stay in the nodes' memory, for minutes. ``access_log``: a file for what each request reused, and why not more, which
+    ``explain`` reads. ``epoch``: raise it to leave all that is stored for this model behind.
     """
 
     stores: tuple[str, ...]
@@ -85,6 +86,7 @@ class Settings:
     compute_tokens_per_s: float | None = None
     weights_digest: bytes | None = None
     keep_windows: bool = True
+    access_log: Path | None = None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Settings:
@@ -506,5 +508,6 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "compute_tokens_per_s": ("compute_tokens_per_s", _between(1.0, 1e9)),
     "weights_digest": ("weights_digest", _digest),
     "keep_windows": ("keep_windows", _flag),
+    "access_log": ("access_log", lambda value: Path(_text(value))),
 }
 """Option -> field, parser."""

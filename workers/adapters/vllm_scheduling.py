@@ -23,7 +23,9 @@ from kvstore.keys import Attachment as Input
 from kvstore.keys import BlockName, Space, decode_space, opaque_name
 from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
+from workers.access_log import AccessLog
 from workers.adapters.attachment import Asked, Attachment, Settings, wishes_of
+from workers.adapters.vllm_accesses import Reuse, access_record
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
 from workers.adapters.vllm_stats import Interval, RepriseStats
 from workers.adapters.vllm_step import Move, Prefix, Rank, Step, window_name
@@ -46,10 +48,11 @@ _SALT_CONTEXT = "reprise-kv 2026 engine salt digest"
 
 @dataclass(frozen=True, slots=True)
 class Have:
-    """What one rank has of one prefix. ``blocks``: those of the prefix; ``kept``: windows, by boundary."""
+    """What one rank has of one prefix: of each block asked for, and of windows that are kept, by boundary."""
 
     space: TenantSpace
-    blocks: Sequence[BlockName]
+    names: Sequence[BlockName]
+    presence: npt.NDArray[np.uint8]
     kept: Mapping[int, BlockName]
 
 
@@ -86,7 +89,8 @@ NOTHING = Found(np.zeros(0, np.bool_))
 class Tracked:
     """One request. ``first``: blocks that vLLM had itself when it asked; ``saved``: blocks that were offered or found.
 
-    ``state``: the latest boundary whose window was offered or found. ``failed``: a load of it did.
+    ``state``: the latest boundary whose window was offered or found. ``failed``: a load of it did. ``reuse``: what its
+    prompt reused.
     """
 
     request: Request
@@ -98,6 +102,7 @@ class Tracked:
     failed: bool = False
     saved: int = 0
     state: int = 0
+    reuse: Reuse | None = None
 
 
 class Scheduling:
@@ -113,6 +118,7 @@ class Scheduling:
         self._adapters = AdapterDigests()
         self._reset: tuple[Input, ...] = ()
         self._interval = Interval()
+        self._log = AccessLog.open(settings.access_log) if settings.access_log is not None else None
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Move] = []
 
@@ -125,6 +131,8 @@ class Scheduling:
         attached.ask(lambda _: attached.look_up(space, [opaque_name(space.id, b"-")], deadline_s=GREET_S))
 
     def close(self) -> None:
+        if self._log is not None:
+            self._log.close(CLOSE_S)
         if self._attached is not None:
             log.info("reprise_scheduler", extra={"counts": self._attached.stats()})
             self._attached.close(CLOSE_S)
@@ -175,6 +183,7 @@ class Scheduling:
         stop = tracked.first + tokens // self._block_tokens
         self._touch(tracked, stop)
         tracked.state = max(tracked.found.states | tracked.found.kept, default=0)
+        tracked.reuse = tracked.reuse or self._reuse(tracked, stop, loaded=tokens > 0)
         if tokens > 0:
             states = (stop,) if self._window_blocks else ()
             move = self._move(tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, states)
@@ -205,12 +214,16 @@ class Scheduling:
             for request_id, tracked in self._requests.items():
                 if tracked.loading is not None and _failed(tracked.loading, request_id, output):
                     tracked.failed, tracked.found, tracked.saved, tracked.state = True, NOTHING, 0, 0
+                    tracked.reuse = tracked.reuse and replace(tracked.reuse, failed=True, reused=0, last=None)
         for request_id in output.finished_recving or ():
             if request_id in self._requests:
                 self._requests[request_id].loading = None
 
     def leave(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
+        """It ended: the access log is told what it reused, and why not more."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and tracked.reuse is not None and self._log is not None:
+            self._log.append(access_record(request, tracked.reuse, time.time()))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -267,14 +280,34 @@ class Scheduling:
                 here = (ends.presence == int(Presence.PRESENT)).nonzero()[0] + 1
                 kept = {at: boundaries[at] for at in here.tolist()}
         declined = attached.declines(found, blocks * self._block_tokens)
-        have = Have(space, names[:blocks], kept)
+        have = Have(space, names, found.presence, kept)
         return Found(found.presence == int(Presence.PRESENT), states, frozenset(kept), (have,), declined)
+
+    def _reuse(self, tracked: Tracked, stop: int, *, loaded: bool) -> Reuse:
+        """What a prompt reuses of ``stop`` blocks, as the first rank has them."""
+        found, attached = tracked.found, self._attached
+        assert attached is not None
+        have = found.ranks[0] if found.ranks else None
+        behind = have is not None and stop < min(
+            len(have.names), tracked.request.num_prompt_tokens // self._block_tokens
+        )
+        return Reuse(
+            space=tracked.prefix.space_in(attached.spaces, self._ranks[0]),
+            answered=have is not None,
+            declined=found.declined,
+            failed=False,
+            reused=stop,
+            stored=found.prefix_blocks,
+            loaded=loaded,
+            missed=(have.names[stop], Presence(int(have.presence[stop]))) if have is not None and behind else None,
+            last=have.names[stop - 1] if have is not None and 0 < stop <= len(have.names) else None,
+        )
 
     def _touch(self, tracked: Tracked, stop: int) -> None:
         """What is used counts as used, also where vLLM had it in memory."""
         assert self._attached is not None
         for have in tracked.found.ranks:
-            names = [*have.blocks, *([have.kept[stop]] if stop in have.kept else [])]
+            names = [*have.names[: tracked.found.prefix_blocks], *([have.kept[stop]] if stop in have.kept else [])]
             if names:
                 ticket = self._attached.ticket(have.space, tracked.prefix.terms.traffic_class)
                 self._attached.publisher.offer_touch(ticket, names)

@@ -20,12 +20,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvstore.client import StoreClient
-from kvstore.keys import tenant_salt
-from kvstore.store import GetStatus
+from kvstore.keys import TokenChain, tenant_salt
+from kvstore.store import BlockPut, GetStatus
 from kvstore.traffic import AGENT
 from tests.support.attached_engine import (
     ANSWER_TOKENS,
@@ -43,6 +44,8 @@ from tests.support.attached_engine import (
 from tests.support.store_process import ROOT, StoreProcess
 from workers.adapters.vllm_moving import Moving
 from workers.adapters.vllm_scheduling import Scheduling
+from workers.geometry import Geometry, make_space
+from workers.weights import weights_digest
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 97, 200, 320)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -73,6 +76,7 @@ class Pair:
     kind: str
     expected: list[list[int]]
     attached: Engine
+    log: Path
 
     def ask(self, **params: str) -> list[dict[str, Any]]:
         """All prompts; the answers are the expected ones, whatever else happens."""
@@ -87,12 +91,19 @@ class Pair:
     params=[("llama", True), ("gemma3", True), ("gptoss", False)],
     ids=["full attention", "windows are kept", "windows in memory"],
 )
-def pair(request: pytest.FixtureRequest, models: dict[str, str], store: StoreProcess) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest,
+    models: dict[str, str],
+    store: StoreProcess,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
     kind, keep = request.param
+    log = tmp_path_factory.mktemp("log") / "access.jsonl"
+    options = {"keep_windows": keep, "access_log": str(log)}
     with engine(models[kind], None) as plain:
         expected = answers(asks(plain, PROMPTS))
-    with engine(models[kind], connector(store.address, keep_windows=keep), enable_prefix_caching=False) as attached:
-        yield Pair(kind, expected, attached)
+    with engine(models[kind], connector(store.address, **options), enable_prefix_caching=False) as attached:
+        yield Pair(kind, expected, attached, log)
 
 
 def wait_for_puts() -> None:
@@ -265,6 +276,46 @@ def test_blocks_are_kept_under_the_class_and_tenant_of_the_request(pair: Pair, s
         assert all(spaces[name].block_tokens == BLOCK_TOKENS and "float32" in spaces[name].kv_dtype for name in mine)
     finally:
         client.close()
+
+
+def test_a_miss_is_explained_and_our_own_workers_blocks_are_not_taken(
+    pair: Pair, models: dict[str, str], store: StoreProcess
+) -> None:
+    """Blocks of the same tokens and model from our own worker lie in another space: vLLM does not load them, and
+    ``explain`` names the fields that differ. A prompt that was reused as far as can be has nothing to explain.
+    """
+    model, tokens = Path(models[pair.kind]), prompt(4 * BLOCK_TOKENS + 1, 70 + list(SHAPES).index(pair.kind))
+    geometry = Geometry.from_config(AutoConfig.from_pretrained(model), "float32")
+    digest = weights_digest(model)
+    mine = make_space(geometry, model=model.name, weights_digest=digest, block_tokens=BLOCK_TOKENS, tenant="jack")
+    client = StoreClient.connect([store.address])
+    space = client.register_space(mine)
+    names = TokenChain(space, BLOCK_TOKENS, tokens).names
+    client.put(space, [BlockPut(name, BLOCK_TOKENS, b"ours") for name in names], traffic_class=AGENT)
+    client.close()
+    results, told = [], []
+    for _ in range(2):
+        results += asks(pair.attached, [tokens], {"reprise_tenant": "jack"})
+        wait_for_puts()
+        told.append(explained(str(pair.attached._asked), pair.log, store))
+    assert external(results) == [0, 4 * BLOCK_TOKENS]
+    assert [row["cause"] for row in told] == ["another_space", "none"]
+    differing = {field for other in told[0]["other_spaces"] for field in other["fields"]}
+    assert {"layout", "kv_dtype"} <= differing
+    assert not differing & {"model", "weights_digest", "tenant_salt", "block_tokens", "groups"}
+
+
+def explained(request_id: str, log: Path, store: StoreProcess) -> dict[str, Any]:
+    """What ``reprise store explain`` says, once the log has the request."""
+    command = [os.environ["REPRISE"], "store", "explain", request_id, "--log", str(log), "--store", store.address]
+    until_s = time.monotonic() + SETTLE_S
+    while not log.exists() or json.dumps(request_id) not in log.read_text():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    return dict(rows[-1] if isinstance(rows, list) else rows)
 
 
 def test_loads_that_fail_change_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
