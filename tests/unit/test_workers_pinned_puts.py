@@ -46,13 +46,15 @@ def payload_of(key: bytes) -> bytes:
 class Bench:
     """Puts into a store in memory that can be told to fail, on a clock that the test moves."""
 
-    def __init__(self, held_bytes_max: int) -> None:
+    def __init__(self, held_bytes_max: int, threads: int) -> None:
         self.store = FaultyStore(MemoryStore())
         self.attachment = Attachment(Settings(("127.0.0.1:1",)), self.store, a_space())
         self.spaces = self.attachment.spaces
         self.lender = Lender(self.spaces)
         self.now_s = 0.0
-        self.puts = PinnedPuts(self.attachment, held_bytes_max=held_bytes_max, monotonic_s=lambda: self.now_s)
+        self.puts = PinnedPuts(
+            self.attachment, held_bytes_max=held_bytes_max, threads=threads, monotonic_s=lambda: self.now_s
+        )
         self.puts.start()
 
     def wait_for(self, count: int) -> list[PutResult]:
@@ -83,8 +85,8 @@ Make = Callable[..., Bench]
 def make() -> Iterator[Make]:
     opened: list[Bench] = []
 
-    def made(held_bytes_max: int = 100 * BLOCK_BYTES) -> Bench:
-        opened.append(Bench(held_bytes_max))
+    def made(held_bytes_max: int = 100 * BLOCK_BYTES, threads: int = 1) -> Bench:
+        opened.append(Bench(held_bytes_max, threads))
         return opened[-1]
 
     yield made
@@ -132,6 +134,25 @@ def test_small_jobs_go_together(make: Make) -> None:
     assert [(result.number, result.done) for result in bench.wait_for(4)] == [(n, True) for n in (1, 2, 3, 4)]
     assert bench.store.calls.count("put") == 3
     assert bench.holds(b"a", b"b", b"c") == [True] * 3
+
+
+def test_jobs_go_side_by_side(make: Make) -> None:
+    """While the store writes one job, another is on its way; each is told when it ends, and draining waits for all."""
+    bench = make(threads=2)
+    bench.store.gate.clear()
+    bench.puts.offer(bench.lender.job(1, b"a"))
+    while bench.store.calls.count("put") < 1:
+        time.sleep(0.001)
+    bench.puts.offer(bench.lender.job(2, b"b"))
+    while bench.store.calls.count("put") < 2:
+        time.sleep(0.001)
+    drained = threading.Thread(target=bench.puts.drain, args=(WAIT_S,))
+    drained.start()
+    bench.store.gate.set()
+    drained.join(WAIT_S)
+    assert not drained.is_alive()
+    assert sorted((result.number, result.done) for result in bench.puts.finished()) == [(1, True), (2, True)]
+    assert bench.holds(b"a", b"b") == [True, True]
 
 
 def test_what_does_not_fit_is_shed_at_once(make: Make) -> None:

@@ -1,6 +1,6 @@
 """Puts straight from memory that an engine holds still until it hears how they ended.
 
-Owns the queue of such jobs, the one thread that puts them, and when new ones are shed. Does not know any engine. Used
+Owns the queue of such jobs, the threads that put them, and when new ones are shed. Does not know any engine. Used
 by one thread of the engine; nothing there waits but ``drain`` and ``close``. Invariants: every job that was taken is
 reported exactly once, and its memory is not read after that; jobs never hold more than ``held_bytes_max`` together (one
 that comes when none is there is taken whatever its size); what is stored already is not sent again but touched; while a
@@ -24,6 +24,8 @@ from workers.adapters.attachment import Attachment
 from workers.publish import ACKNOWLEDGED
 from workers.spaces import TenantSpace
 
+PUT_THREADS = 2
+"""One prepares what it sends while the store writes what the other sent."""
 PUT_DEADLINE_S = 5.0
 PUT_BYTES_MAX = 256 * MIB
 """Payload of one call, for which the deadline above holds."""
@@ -88,6 +90,7 @@ class PinnedPuts:
         attachment: Attachment,
         *,
         held_bytes_max: int,
+        threads: int = PUT_THREADS,
         put_deadline_s: float = PUT_DEADLINE_S,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,12 +109,14 @@ class PinnedPuts:
         self._hurry = False
         """Somebody waits for the memory: what is begun ends with the call that is under way."""
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"reprise-put-{number}", daemon=True) for number in range(threads)
+        ]
         self._counts: Counter[str] = Counter()
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="reprise-put", daemon=True)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     # --- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -173,12 +178,11 @@ class PinnedPuts:
                 self._hurry = True
                 self._shed_all()
             self._touches.clear()
-        if self._thread is None:
-            return True
-        self._thread.join(self._put_deadline_s + 1.0)
-        return not self._thread.is_alive()
+        for thread in self._threads:
+            thread.join(self._put_deadline_s + 1.0)
+        return not any(thread.is_alive() for thread in self._threads)
 
-    # --- on the thread that puts --------------------------------------------------------------------------------------
+    # --- on the threads that put --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -209,7 +213,7 @@ class PinnedPuts:
             if jobs and not (_joins(jobs[0], job) and size <= PUT_BYTES_MAX and blocks <= BLOCKS_MAX):
                 break
             jobs.append(self._jobs.popleft())
-        self._running = len(jobs)
+        self._running += len(jobs)
         return jobs
 
     def _put(self, jobs: Sequence[PutJob]) -> None:
@@ -276,7 +280,7 @@ class PinnedPuts:
             self._pause_s = min(max(2 * self._pause_s, PAUSE_S_MIN), PAUSE_S_MAX)
             self._paused_until_s = self._monotonic_s() + self._pause_s
             self._shed_all()
-        self._running = 0
+        self._running -= len(jobs)
         self._changed.notify_all()
 
     # --- with the lock held -------------------------------------------------------------------------------------------
