@@ -12,6 +12,7 @@ vLLM makes this class twice: in the scheduler it looks up (``Scheduling``), in e
 3. It gives pages; workers load into them while other requests run. A block that failed is computed, never read.
 4. After each step, blocks that it completed are copied out of their pages, and put by a thread of their own.
 
+``kv_role`` says whether it only loads (``kv_consumer``), only saves (``kv_producer``), or both (``kv_both``).
 ``kv_transfer_params`` of a request may name ``reprise_tenant``, ``reprise_class`` and ``"reprise_cache": "off"``; where
 clients reach vLLM directly, whoever can send them chooses, so put a gateway before that sets them.
 
@@ -63,7 +64,9 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling: Scheduling | None = None
         self._moving: Moving | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduling = Scheduling(settings, kv_cache_config, vllm_config.cache_config.block_size)
+            transfer, block_tokens = self._kv_transfer_config, vllm_config.cache_config.block_size
+            loads, saves = transfer.is_kv_consumer, transfer.is_kv_producer
+            self._scheduling = Scheduling(settings, kv_cache_config, block_tokens, loads=loads, saves=saves)
         else:
             self._moving = Moving(settings, vllm_config, kv_cache_config)
 

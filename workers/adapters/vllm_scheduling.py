@@ -24,7 +24,7 @@ from kvstore.keys import BlockName, Space, decode_space, opaque_name
 from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
 from workers.access_log import AccessLog
-from workers.adapters.attachment import Asked, Attachment, Settings, wishes_of
+from workers.adapters.attachment import Asked, Attachment, OptionError, Settings, wishes_of
 from workers.adapters.vllm_accesses import Reuse, access_record
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
 from workers.adapters.vllm_stats import Interval, RepriseStats
@@ -108,8 +108,12 @@ class Tracked:
 class Scheduling:
     """On the scheduler's thread, but for ``_find``."""
 
-    def __init__(self, settings: Settings, caches: KVCacheConfig, block_tokens: int) -> None:
+    def __init__(
+        self, settings: Settings, caches: KVCacheConfig, block_tokens: int, *, loads: bool = True, saves: bool = True
+    ) -> None:
         self._settings = settings
+        self._may_load = loads
+        self._may_save = saves
         self._block_tokens = block_tokens
         window = max((window_of(spec) for _, spec in layer_specs(caches).values()), default=0)
         self._window_blocks = max(-(-(window - 1) // block_tokens), 1) if window else 0
@@ -123,8 +127,10 @@ class Scheduling:
         self._loads: list[Move] = []
 
     def meet(self, ranks: Sequence[KVConnectorHandshakeMetadata]) -> None:
-        """All workers are there, and said what their spaces are."""
+        """All workers are there, and said what their spaces are. Raises OptionError if another connector spoke."""
         self._ranks = tuple(decode_space(rank.space) for rank in ranks if isinstance(rank, Rank))
+        if not self._ranks or len(self._ranks) != len(ranks):
+            raise OptionError("connectors: name RepriseConnector first, since vLLM hands on what the first one says")
         self._attached = attached = Attachment.open(self._settings, self._ranks[0])
         space = attached.spaces.of(None)
         # Connect now, so that the first request's look-up need not: a restart is when hits matter.
@@ -161,7 +167,7 @@ class Scheduling:
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that can be loaded; None: it is not known yet."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.failed or request.skip_reading_prefix_cache:
+        if tracked is None or tracked.failed or request.skip_reading_prefix_cache or not self._may_load:
             return 0, False
         if tracked.asked is None:  # it was preempted and begins anew
             tracked.asked = self._ask(replace(tracked.prefix, tokens=list(request.all_token_ids)))
@@ -197,7 +203,7 @@ class Scheduling:
         pages = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is None or pages is None:
+            if tracked is None or pages is None or not self._may_save:
                 continue
             before = tracked.request.num_computed_tokens
             computed = min(before + scheduled, len(tracked.request.all_token_ids))
@@ -212,9 +218,11 @@ class Scheduling:
         """Workers say which loads ended, and which failed: those are computed, and offered again."""
         if output.invalid_block_ids or output.failed_recving:
             for request_id, tracked in self._requests.items():
-                if tracked.loading is not None and _failed(tracked.loading, request_id, output):
+                load = tracked.loading
+                if load is not None and (good := _blocks_good(load, request_id, output)) < load.stop:
+                    if not tracked.failed:
+                        tracked.reuse = replace(self._reuse(tracked, good, loaded=True), failed=True)
                     tracked.failed, tracked.found, tracked.saved, tracked.state = True, NOTHING, 0, 0
-                    tracked.reuse = tracked.reuse and replace(tracked.reuse, failed=True, reused=0, last=None)
         for request_id in output.finished_recving or ():
             if request_id in self._requests:
                 self._requests[request_id].loading = None
@@ -360,16 +368,24 @@ def _both(one: Found, other: Found) -> Found:
     )
 
 
-def _failed(load: Move, request_id: str, output: KVConnectorOutput) -> bool:
-    pages = {table[block] for table in load.tables for block in load.blocks}
-    return request_id in output.failed_recving or not pages.isdisjoint(output.invalid_block_ids)
+def _blocks_good(load: Move, request_id: str, output: KVConnectorOutput) -> int:
+    """Blocks that a request still has of a load: all before ``stop``, if it did not fail."""
+    if request_id in output.failed_recving:
+        return 0
+    bad = output.invalid_block_ids
+    return min((at for at in load.blocks if any(pages[at] in bad for pages in load.tables)), default=load.stop)
 
 
 def _inputs_of(request: Request) -> tuple[Input, ...] | None:
     """Images and the like by their digests, and the salt; None where a digest is not one of the content."""
     inputs = []
     if request.cache_salt:
-        inputs.append(Input(0, blake3(request.cache_salt.encode(), derive_key_context=_SALT_CONTEXT).digest()))
+        inputs.append(
+            Input(
+                0,
+                blake3(request.cache_salt.encode("utf-8", "surrogatepass"), derive_key_context=_SALT_CONTEXT).digest(),
+            )
+        )
     for feature in request.mm_features:
         name = feature.identifier
         if len(name) < 64 or not all(character in "0123456789abcdef" for character in name[-64:]):

@@ -135,10 +135,13 @@ class AdapterDigests:
 
     def of(self, path: str) -> bytes | None:
         """The digest of the adapter in a directory; None while it is not known (yet), so nothing is cached."""
-        files = sorted(item for item in Path(path).glob("*") if item.is_file()) if path else []
+        try:
+            files = sorted(item for item in Path(path).glob("*") if item.is_file()) if path else []
+            stamps = tuple((str(item), item.stat().st_size, item.stat().st_mtime_ns) for item in files)
+        except OSError:
+            return None
         if not files:
             return None
-        stamps = tuple((str(item), item.stat().st_size, item.stat().st_mtime_ns) for item in files)
         with self._lock:
             if stamps not in self._known:
                 if len(self._known) >= ADAPTERS_MAX:

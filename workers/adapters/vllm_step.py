@@ -40,8 +40,13 @@ class Prefix:
 
 
 def window_name(chain: TokenChain, boundary: int) -> BlockName:
-    """The name of a window that is kept, before so many blocks of a chain."""
-    return opaque_name(chain.space_id, b"window " + chain.state_name(boundary * chain.block_tokens).key)
+    """The name of a window that is kept, before so many blocks of a chain.
+
+    It is a child of the block that it ends with: it lies on the same node, and who purges the prefix purges it.
+    """
+    last = chain.names[boundary - 1]
+    name = opaque_name(chain.space_id, b"window " + chain.state_name(boundary * chain.block_tokens).key)
+    return replace(name, parent=last.key, route=last.route, index=boundary)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from tests.support.store_process import ROOT, StoreProcess
 from workers.adapters.vllm_moving import Moving
 from workers.adapters.vllm_scheduling import Scheduling
 from workers.geometry import Geometry, make_space
+from workers.publish import Publisher
 from workers.weights import weights_digest
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 97, 200, 320)
@@ -229,6 +231,63 @@ def run_together(one: Engine, requests: dict[str, dict[str, str]], tokens: list[
             if output.finished:
                 ended[output.request_id] = list(output.outputs[0].token_ids)
     return ended
+
+
+def test_pressure_sheds_puts_and_not_reads(
+    models: dict[str, str], store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While puts are stuck, copies beyond the bound are not made, what is stored is loaded, and answers stay."""
+    gate, put = threading.Event(), Publisher._put
+
+    def put_behind_gate(publisher: Publisher, batch: Any) -> Any:
+        gate.wait(SETTLE_S)
+        return put(publisher, batch)
+
+    monkeypatch.setattr(Publisher, "_put", put_behind_gate)
+    attached = connector(store.address, tenant="kate", queue_bytes="1MiB")
+    with engine(models["llama"], attached, enable_prefix_caching=False) as one:
+        cold = asks(one, PROMPTS)
+        assert get_kv_transfer_group().moving._copies_shed > 0
+        gate.set()
+        wait_for_puts()
+        asks(one, PROMPTS)  # offers again what was shed
+        wait_for_puts()
+        gate.clear()
+        asks(one, [prompt(640, seed) for seed in (61, 62)])  # fills the queue
+        warm = asks(one, PROMPTS)
+        gate.set()
+    assert external(warm) == hits_of("llama")
+    assert answers(warm) == answers(cold)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_small_steps_and_little_memory_change_no_answer(kind: str, models: dict[str, str], store: StoreProcess) -> None:
+    """Prompts that are computed in steps which end within blocks, and requests that lose their pages to others and
+    begin anew: all are answered as by an engine with room, and hit the store afterwards, with what was answered.
+    """
+    long = [prompt(300 + 7 * seed, 80 + seed) for seed in range(5)]
+    with engine(models[kind], None) as plain:
+        expected = generated(plain, long, {})
+    pages = 40 if kind == "llama" else 72
+    tight = {"max_num_batched_tokens": 100, "max_num_seqs": 8, "max_model_len": 1024, "num_gpu_blocks_override": pages}
+    with engine(models[kind], connector(store.address), enable_prefix_caching=False, **tight) as attached:
+        found = [generated(attached, long, {"reprise_tenant": f"liam-{kind}"}) for _ in range(2)]
+        counted = {metric.name: metric.value for metric in attached._llm.get_metrics() if hasattr(metric, "value")}
+        again = asks(attached, long, {"reprise_tenant": f"liam-{kind}"})
+        talk = asks(attached, [long[0] + expected[0]], {"reprise_tenant": f"liam-{kind}"})
+    assert counted["vllm:num_preemptions"] > 0
+    assert found[0] == found[1] == expected
+    assert external(again) == [(len(tokens) - (kind != "llama")) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in long]
+    assert external(talk)[0] > len(long[0])  # answers are stored too
+
+
+def generated(one: Engine, prompts: Sequence[list[int]], params: dict[str, str]) -> list[list[int]]:
+    """Long answers of requests that run together."""
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=120, ignore_eos=True, extra_args={"kv_transfer_params": params}
+    )
+    outputs = one._llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    SupportsHMA,
+)
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -26,13 +30,15 @@ from kvstore.keys import ShardCoordinate, Space, TokenChain, encode_space, tenan
 from kvstore.store import BlockPut
 from kvstore.testing import MemoryStore
 from kvstore.traffic import AGENT, CHAT
+from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import a_space
 from workers.adapters.attachment import Attachment, OptionError, Settings, Terms
 from workers.adapters.vllm_connector import RepriseConnector
 from workers.adapters.vllm_pages import Pages
 from workers.adapters.vllm_scheduling import Scheduling
 from workers.adapters.vllm_space import AdapterDigests, check_supported, make_space
-from workers.adapters.vllm_step import Move, Prefix, Rank
+from workers.adapters.vllm_step import Move, Prefix, Rank, window_name
+from workers.spaces import Spaces
 
 MOVED = (
     "vLLM's interface has moved: read workers/adapters/vllm_connector.py against this release, then change this test"
@@ -280,13 +286,13 @@ def wait_for(call: Any) -> Any:
 class Ranks:
     """The scheduler's half over a store in memory, for two ranks."""
 
-    def __init__(self, caches: KVCacheConfig) -> None:
-        self.store = MemoryStore()
+    def __init__(self, caches: KVCacheConfig, *, loads: bool = True, saves: bool = True, **options: Any) -> None:
+        self.store = FaultyStore(MemoryStore())
         self.bases = [
             a_space(block_tokens=TOKENS, shard=ShardCoordinate(tensor_rank=rank, tensor_size=2)) for rank in range(2)
         ]
-        settings = replace(SETTINGS, lookup_deadline_s=5.0)
-        self.half = Scheduling(settings, caches, TOKENS)
+        settings = replace(SETTINGS, lookup_deadline_s=5.0, **options)
+        self.half = Scheduling(settings, caches, TOKENS, loads=loads, saves=saves)
         self.half.meet([Rank(encode_space(base)) for base in self.bases])
         assert self.half._attached is not None
         self.half._attached.close(1.0)
@@ -323,6 +329,12 @@ def a_request(tokens: list[int], name: str = "r", **changes: Any) -> Any:
 
 
 TOKEN_IDS = list(range(100, 122))
+
+
+def test_another_connector_cannot_speak_for_ours(ranks: Ranks) -> None:
+    """Beside others in a MultiConnector, ours is refused unless it is the one whose introduction vLLM hands on."""
+    with pytest.raises(OptionError, match="name RepriseConnector first"):
+        ranks.half.meet([KVConnectorHandshakeMetadata()])
 
 
 def test_ranks_agree_on_one_length(ranks: Ranks) -> None:
@@ -362,6 +374,48 @@ def test_tokens_alone_do_not_make_a_hit(ranks: Ranks, changes: dict[str, Any]) -
     request = a_request(TOKEN_IDS, **changes)
     ranks.half.arrive(request)
     assert ranks.matched(request) == (0, False)
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_declined() -> None:
+    """By the store's estimate of the load and the engine's speed; the access log says so."""
+    both = Ranks(config_of(a_0=full()), compute_tokens_per_s=1000.0)
+    both.store.load_s_estimate = 1.0
+    for rank in range(2):
+        both.put(rank, TOKEN_IDS, [0, 1, 2])
+    request = a_request(TOKEN_IDS)
+    both.half.arrive(request)
+    assert both.matched(request) == (0, False)
+    both.half.admit(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5, 6],)), 0)
+    reuse = both.half._requests["r"].reuse
+    assert reuse is not None
+    assert (reuse.reason, reuse.stored, reuse.reused) == ("declined", 3, 0)
+    both.half.close()
+
+
+@pytest.mark.parametrize(("loads", "saves"), [(True, False), (False, True)], ids=["consumer", "producer"])
+def test_a_role_only_loads_or_only_saves(loads: bool, saves: bool) -> None:
+    """As vLLM's ``kv_role`` says."""
+    both = Ranks(config_of(a_0=full()), loads=loads, saves=saves)
+    for rank in range(2):
+        both.put(rank, TOKEN_IDS, [0, 1])
+    request = a_request(list(TOKEN_IDS))
+    both.half.arrive(request)
+    assert both.matched(request) == ((2 * TOKENS, True) if loads else (0, False))
+    state = KVConnectorBlockState({"r"}, lambda name: ([1, 2, 3, 4, 5, 6],), {})
+    step = both.half.step(SimpleNamespace(num_scheduled_tokens={"r": 20}, kv_connector_block_state=state))
+    assert bool(step.saves) is saves
+    both.half.close()
+
+
+def test_a_kept_window_goes_with_its_prefix() -> None:
+    """It is the child of the block that it ends with, so a purge by prefix takes it, and it lies on the same node."""
+    space = Spaces(a_space(block_tokens=TOKENS), MemoryStore()).of(None)
+    chain = TokenChain(space.id, TOKENS, range(20 * TOKENS))
+    for boundary in (1, 16, 17, 20):
+        name, last = window_name(chain, boundary), chain.names[boundary - 1]
+        assert (name.parent, name.route, name.index) == (last.key, last.route, last.index + 1)
+        assert name.key not in {block.key for block in chain.names}
+    assert len({window_name(chain, boundary).key for boundary in range(1, 21)}) == 20
 
 
 def test_a_reset_leaves_everything_behind(ranks: Ranks) -> None:
@@ -405,6 +459,11 @@ def test_a_request_whose_load_failed_is_not_looked_up_again(ranks: Ranks) -> Non
     ranks.half.hear(KVConnectorOutput(invalid_block_ids={9}))
     ranks.half.hear(KVConnectorOutput(finished_recving={"r"}))
     assert ranks.matched(request) == (0, False)
+    reuse = ranks.half._requests["r"].reuse
+    assert reuse is not None
+    assert (reuse.reused, reuse.reason) == (2, "loading it failed")
+    assert reuse.missed is not None
+    assert reuse.missed[0].index == 2
     blocks, _ = ranks.half._due(ranks.half._requests["r"], 0, len(TOKEN_IDS))
     assert blocks == [0, 1, 2, 3, 4]
 
