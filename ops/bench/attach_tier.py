@@ -38,6 +38,8 @@ REQUEST_CHUNKS = 16
 LOOK_UP_KEYS = 4096
 ROUNDS = 7
 COLD_ROUNDS = 3
+FILL_ROUNDS = 9
+"""Rounds of our stores alone, before all else: a node of 1 GiB is full then, as nodes are but for their first days."""
 STEP_KINDS = (ASK, POLL, PROMOTE)
 """Every request's load has these. Each counts alike: a slower tier has more polls, which are the cheapest steps."""
 GIGA = 1e9
@@ -50,6 +52,7 @@ class Contender:
     name: str
     drive: Drive
     files: Path | None
+    fill_s: list[float] = field(default_factory=list)
     store_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
     load_cold_s: list[float] = field(default_factory=list)
@@ -74,6 +77,8 @@ class Contender:
             "step_cpu_us": 1e6 * sum(median(steps.cpu_s[kind]) for kind in kinds) / len(kinds),
             "begin_store_us": 1e6 * median(steps.storing_s),
         }
+        if self.fill_s:
+            figures["store_new_gb_per_s"] = job_bytes / GIGA / median(self.fill_s)
         if self.load_cold_s:
             figures["load_cold_gb_per_s"] = job_bytes / GIGA / median(self.load_cold_s)
         return figures
@@ -113,6 +118,8 @@ def measure(
         for row in range(REQUESTS)
     ]
     with _contenders(store, folder, data, chunk_bytes) as contenders:
+        for _ in range(FILL_ROUNDS):
+            _fill(contenders[0], Jobs.new(payloads))
         for number in range(rounds + 1):
             jobs = Jobs.new(payloads)
             if number == 1:  # the round before was for warming up
@@ -131,6 +138,12 @@ def measure(
 
 def _in_turns(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return [contenders[(number + at) % len(contenders)] for at in range(len(contenders))]
+
+
+def _fill(contender: Contender, jobs: Jobs) -> None:
+    """Store into a new node: into segments that it makes for that, where one that is full uses old ones again."""
+    contender.fill_s.append(_store(contender.drive, jobs))
+    contender.drive.forget()
 
 
 def _round(contender: Contender, jobs: Jobs) -> None:
