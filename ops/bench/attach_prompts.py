@@ -67,7 +67,8 @@ def conversations(trace: Path | None, text: Sequence[int], tokens_max: int) -> C
     longest = max((len(access.blocks) for access in accesses), default=1)
     each = max((tokens_max - TAIL_TOKENS) // longest, 1)
     turns = tuple(Turn(access.scope, _tokens(access, each, text, tokens_max)) for access in accesses if access.blocks)
-    how = f"each block of the trace stands for {each} tokens (the longest prompt has {longest}); cut at {tokens_max}"
+    stands = f"{each} tokens" if each > 1 else "one token"
+    how = f"a block of the trace stands for {stands} (at most {longest} blocks a prompt), cut at {tokens_max} tokens"
     return Conversations(name, how, turns)
 
 

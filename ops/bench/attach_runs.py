@@ -31,7 +31,7 @@ BOTH_TOKENS_MAX = 4096
 ROUNDS_MAX = 20
 ROUNDS_SHARE, COLD_SHARE = 0.62, 0.65
 """Of all the time for rounds (the replay has the rest), and of a round's for its first half."""
-PER_START = 10
+PER_START = 8
 """Requests of the replay between two restarts."""
 
 
