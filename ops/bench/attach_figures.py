@@ -28,7 +28,7 @@ class Row:
 
     ``tax``: cold, over no connector; ``tax_cpu``: the same of the process's CPU seconds, which neighbours disturb less.
     ``restarted``, ``chilled``: after a restart, over cold with no connector.
-    ``hit``: tokens, after a restart. ``device_bytes``: read from a device for a chilled one.
+    ``hit``: tokens, after a restart, the least. ``device_bytes``: read from a device for a chilled one.
     """
 
     way: str
@@ -95,7 +95,7 @@ def _row(way: str, nominal: int, samples: Sequence[Sample], bare: Mapping[int, S
         restarted=_median(_over(mine["restart"], bare)),
         chilled_s=_median(one.ttft_s for one in mine["chilled"]),
         chilled=_median(_over(mine["chilled"], bare)),
-        hit=round(_median(one.hit for one in again) or 0),
+        hit=min((one.hit for one in again), default=0),
         device_bytes=round(_median(one.device_bytes for one in mine["chilled"]) or 0),
     )
 
