@@ -4,6 +4,7 @@
                    "adapter_params": {"store": "unix:/run/reprise/store.sock", "weights_digest": "..."}}'
 
 Owns the tasks that LMCache's two controller threads submit, their answers, and which space each of its keys belongs to.
+A prefetch asks for the chunks of all ranks at once: ranks are told apart by names, not by spaces, so it is one call.
 Does not know tensors: an object is bytes of a shape. Invariants: submitting never waits; every task ends with exactly
 one answer, by its deadline, whatever the store does; memory of LMCache is not touched after the answer; failure is a
 miss. Lengths and checksums are checked below: an object of another length is a miss too.
@@ -26,8 +27,8 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.errors import StoreError
-from kvstore.keys import AttentionGroup, BlockName, ShardCoordinate, Space, opaque_name, tenant_salt
-from kvstore.limits import BLOCK_TOKENS_MAX, PAYLOAD_BYTES_MAX
+from kvstore.keys import AttentionGroup, BlockName, Space, SpaceId, opaque_name, tenant_salt
+from kvstore.limits import BLOCK_TOKENS_MAX, LOOKUP_KEYS_MAX, PAYLOAD_BYTES_MAX
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.units import parse_bytes
 from workers.adapters.attachment import Attachment, OptionError, Settings
@@ -93,10 +94,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the objects of one space have in common, as LMCache's keys and shapes say it."""
+    """What the objects of one space have in common, as LMCache's keys and shapes say it: all but chunk and rank."""
 
     model: str
-    kv_rank: int
     group: int
     salt: str
     shapes: tuple[Any, ...]
@@ -105,7 +105,7 @@ class Kind:
     @property
     def place(self) -> str:
         """The part of a space's layout that a key names by itself."""
-        return f"lmcache rank {self.kv_rank:#010x} group {self.group}"
+        return f"lmcache group {self.group}"
 
     @property
     def is_serialized(self) -> bool:
@@ -115,7 +115,6 @@ class Kind:
 
 def space_of(kind: Kind, options: Options) -> Space:
     """The space of such objects, without the tenant. Raises ValueError for what no space can say."""
-    world, rank = kind.kv_rank >> 24 & 0xFF, kind.kv_rank >> 16 & 0xFF
     shapes = options.layout or "+".join("x".join(str(size) for size in shape) for shape in kind.shapes)
     dtypes = "+".join(str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
     return Space(
@@ -125,9 +124,13 @@ def space_of(kind: Kind, options: Options) -> Space:
         layout=f"{kind.place} {shapes}",
         block_tokens=options.chunk_tokens,
         groups=_INSIDE,
-        shard=ShardCoordinate(rank, world) if rank < world else ShardCoordinate(),
         epoch=options.settings.epoch,
     )
+
+
+def name_of(space_id: SpaceId, key: ObjectKey) -> BlockName:
+    """What an object is called in its space: by the rank that made it and the hash of its chunk."""
+    return opaque_name(space_id, b"rank %d " % key.kv_rank + key.chunk_hash)
 
 
 class RepriseL2(L2AdapterInterface):
@@ -136,7 +139,7 @@ class RepriseL2(L2AdapterInterface):
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         self._options = Options.from_params(params)
         super().__init__(self._options.capacity_bytes)
-        self._attachment = Attachment.open(self._options.settings, space_of(Kind("", 0, 0, "", (), ()), self._options))
+        self._attachment = Attachment.open(self._options.settings, space_of(Kind("", 0, "", (), ()), self._options))
         self._stores: Desk[L2StoreResult] = Desk(create_event_notifier(), STORE_THREADS, TASKS_MAX)
         self._lookups: Desk[Bitmap] = Desk(create_event_notifier(), LOOKUP_THREADS, TASKS_MAX)
         self._loads: Desk[Bitmap] = Desk(create_event_notifier(), LOAD_THREADS, TASKS_MAX)
@@ -213,7 +216,7 @@ class RepriseL2(L2AdapterInterface):
             mine = [keys[at] for at in positions]
             try:
                 for space in self._registered(place):
-                    names = [opaque_name(space.id, key.chunk_hash).key for key in mine]
+                    names = [name_of(space.id, key).key for key in mine]
                     for at in range(0, len(names), DELETE_KEYS_MAX):
                         self._attachment.store.delete(space.id, names[at : at + DELETE_KEYS_MAX])
             except StoreError as error:
@@ -239,9 +242,12 @@ class RepriseL2(L2AdapterInterface):
             layout = layouts[keys[at].object_group_id]
             return _kind(keys[at], layout.shapes, layout.dtypes)
 
-        for space, positions, names in self._spread(keys, kind_of):
+        for space, positions, names in self._spread(keys, kind_of, _by_chunk(keys)):
             found = self._attachment.look_up(space, names, deadline_s=_left_s(until_s))
-            if found is None or self._attachment.declines(found, found.prefix_blocks() * self._options.chunk_tokens):
+            if found is None:
+                continue
+            chunks = {keys[at].chunk_hash for at in positions[: found.prefix_blocks()]}
+            if self._attachment.declines(found, len(chunks) * self._options.chunk_tokens):
                 continue
             gone = []
             for at, presence in zip(positions, found.presence.tolist(), strict=True):
@@ -287,16 +293,18 @@ class RepriseL2(L2AdapterInterface):
     # --- spaces and what is in them -----------------------------------------------------------------------------------
 
     def _spread(
-        self, keys: Sequence[ObjectKey], kind_of: Callable[[int], Kind]
+        self, keys: Sequence[ObjectKey], kind_of: Callable[[int], Kind], order: Iterable[int] | None = None
     ) -> Iterator[tuple[TenantSpace, Sequence[int], list[BlockName]]]:
-        """The keys by space: which of them, and their names there."""
-        usable = [at for at, key in enumerate(keys) if len(key.chunk_hash) >= HASH_BYTES_MIN]
+        """The keys by space, at most as many as a call may have: which of them, in this order, and their names."""
+        usable = [at for at in order or range(len(keys)) if len(keys[at].chunk_hash) >= HASH_BYTES_MIN]
         for kind, positions in _grouped(usable, kind_of):
             if self._options.layout is None and kind.is_serialized:
                 self._tell("l2_serialized", 'looked up by other shapes, so never found: name the serde in "layout"')
             tenant = kind.salt or self._options.settings.tenant
             space = self._attachment.spaces.of(tenant, space_of(kind, self._options))
-            yield space, positions, [opaque_name(space.id, keys[at].chunk_hash) for at in positions]
+            for begin in range(0, len(positions), LOOKUP_KEYS_MAX):
+                page = positions[begin : begin + LOOKUP_KEYS_MAX]
+                yield space, page, [name_of(space.id, keys[at]) for at in page]
 
     def _registered(self, place: Kind) -> list[TenantSpace]:
         """Spaces of the store that keys of this place may be in: of every shape, also from before a restart."""
@@ -342,7 +350,7 @@ _WRITTEN = (PutOutcome.STORED, PutOutcome.REPLACED)
 
 
 def _kind(key: ObjectKey, shapes: Iterable[Any], dtypes: Iterable[Any]) -> Kind:
-    return Kind(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, tuple(shapes), tuple(dtypes))
+    return Kind(key.model_name, key.object_group_id, key.cache_salt, tuple(shapes), tuple(dtypes))
 
 
 def _kind_of_object(key: ObjectKey, held: Any) -> Kind:
@@ -358,6 +366,13 @@ def _grouped(positions: Iterable[int], kind_of: Callable[[int], Kind]) -> list[t
     for at in positions:
         groups.setdefault(kind_of(at), []).append(at)
     return list(groups.items())
+
+
+def _by_chunk(keys: Sequence[ObjectKey]) -> list[int]:
+    """Positions chunk by chunk: LMCache asks rank by rank, and what only some of the ranks have is of no use."""
+    order: dict[bytes, int] = {}
+    places = [order.setdefault(key.chunk_hash, len(order)) for key in keys]
+    return sorted(range(len(keys)), key=places.__getitem__)
 
 
 def _left_s(until_s: float) -> float:

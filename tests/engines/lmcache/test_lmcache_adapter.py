@@ -119,6 +119,38 @@ def test_keys_that_differ_in_anything_share_nothing(l2: RepriseL2, other: Object
     assert torch.equal(objects[1].tensor, content(other))
 
 
+def test_the_chunks_of_all_ranks_are_one_call_and_each_rank_has_its_own(store: StoreProcess, l2: RepriseL2) -> None:
+    """LMCache asks for every rank in one task, rank by rank; a part that one of them lacks is missed alone."""
+    ranks = [[key(number, rank=rank, world=4) for number in range(5)] for rank in range(4)]
+    lacking = ranks[2][3]
+    for mine in ranks:
+        assert stored(l2, [item for item in mine if item is not lacking]).is_successful()
+    other = adapter(store.address)
+    keys = [item for mine in ranks for item in mine]
+    there = [at for at, item in enumerate(keys) if item is not lacking]
+    assert found(other, keys) == there
+    objects = [empty() for _ in keys]
+    assert loaded(other, keys, objects) == there
+    assert all(torch.equal(objects[at].tensor, content(keys[at])) for at in there)
+    assert bool(torch.isnan(objects[keys.index(lacking)].tensor).all())
+    status = other.report_status()
+    assert (status["lookups"], status["found"]) == (1, 3 * 4 + 2), "as far as all ranks have it, and the next two"
+    other.delete([keys[0]])
+    assert found(other, keys) == there[1:]
+    other.close()
+
+
+def test_a_prompt_of_more_chunks_than_one_call_may_have_is_asked_in_parts(
+    l2: RepriseL2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of a call holds for all ranks together; LMCache does not know it."""
+    monkeypatch.setattr(lmcache_l2, "LOOKUP_KEYS_MAX", 3)
+    keys = [key(number, rank=rank, world=2) for rank in range(2) for number in range(4)]
+    assert stored(l2, keys[:7]).is_successful()
+    assert found(l2, keys) == loaded(l2, keys, [empty() for _ in keys]) == [0, 1, 2, 3, 4, 5, 6]
+    assert l2.report_status()["lookups"] == 3
+
+
 @pytest.mark.parametrize(
     "layout",
     [
