@@ -59,7 +59,8 @@ _INSIDE = (AttentionGroup(window=0, layers=(0,), kv_heads=1, head_dim=1),)
 @dataclass(frozen=True, slots=True)
 class Options:
     """``chunk_tokens``: LMCache's chunk size. ``layout``: names how objects are made where LMCache serializes them (its
-    ``serde``), when their shapes say nothing. ``capacity_bytes``: what LMCache's own eviction may fill; 0: no bound.
+    ``serde``): their shapes say nothing then, and are not asked for. ``capacity_bytes``: what its eviction may fill; 0:
+    no bound.
     """
 
     settings: Settings
@@ -239,6 +240,8 @@ class RepriseL2(L2AdapterInterface):
         bitmap = Bitmap(len(keys))
 
         def kind_of(at: int) -> Kind:
+            if self._options.layout:
+                return _place(keys[at])
             layout = layouts[keys[at].object_group_id]
             return _kind(keys[at], layout.shapes, layout.dtypes)
 
@@ -260,7 +263,7 @@ class RepriseL2(L2AdapterInterface):
 
     def _load(self, keys: Sequence[ObjectKey], objects: Sequence[Any], until_s: float) -> Bitmap:
         bitmap = Bitmap(len(keys))
-        for space, positions, names in self._spread(keys, lambda at: _kind_of_object(keys[at], objects[at])):
+        for space, positions, names in self._spread(keys, lambda at: self._kind_of_object(keys[at], objects[at])):
             buffers = [objects[at].byte_array for at in positions]
             statuses = self._attachment.load(space, names, buffers, deadline_s=_left_s(until_s))
             good = [number for number, status in enumerate(statuses) if status == GetStatus.OK]
@@ -275,7 +278,7 @@ class RepriseL2(L2AdapterInterface):
 
     def _store(self, keys: Sequence[ObjectKey], objects: Sequence[Any], until_s: float) -> L2StoreResult:
         written = kept = 0
-        for space, positions, names in self._spread(keys, lambda at: _kind_of_object(keys[at], objects[at])):
+        for space, positions, names in self._spread(keys, lambda at: self._kind_of_object(keys[at], objects[at])):
             payloads = [objects[at].byte_array for at in positions]
             if max(payload.nbytes for payload in payloads) > PAYLOAD_BYTES_MAX:
                 self._tell("l2_object_too_large", f"more than {PAYLOAD_BYTES_MAX} bytes: give a smaller --chunk-size")
@@ -305,6 +308,9 @@ class RepriseL2(L2AdapterInterface):
             for begin in range(0, len(positions), LOOKUP_KEYS_MAX):
                 page = positions[begin : begin + LOOKUP_KEYS_MAX]
                 yield space, page, [name_of(space.id, keys[at]) for at in page]
+
+    def _kind_of_object(self, key: ObjectKey, held: Any) -> Kind:
+        return _place(key) if self._options.layout else _kind(key, held.get_shapes(), held.get_dtypes())
 
     def _registered(self, place: Kind) -> list[TenantSpace]:
         """Spaces of the store that keys of this place may be in: of every shape, also from before a restart."""
@@ -351,10 +357,6 @@ _WRITTEN = (PutOutcome.STORED, PutOutcome.REPLACED)
 
 def _kind(key: ObjectKey, shapes: Iterable[Any], dtypes: Iterable[Any]) -> Kind:
     return Kind(key.model_name, key.object_group_id, key.cache_salt, tuple(shapes), tuple(dtypes))
-
-
-def _kind_of_object(key: ObjectKey, held: Any) -> Kind:
-    return _kind(key, held.get_shapes(), held.get_dtypes())
 
 
 def _place(key: ObjectKey) -> Kind:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from lmcache.cli.commands.bench.l2_adapter_bench.data import make_memory_objects, make_object_keys, verify_round_trip
+from lmcache.cli.commands.bench.l2_adapter_bench.runner import bench_load, bench_lookup, bench_store
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.platform import consume_fd
 
@@ -149,6 +151,24 @@ def test_a_prompt_of_more_chunks_than_one_call_may_have_is_asked_in_parts(
     assert stored(l2, keys[:7]).is_successful()
     assert found(l2, keys) == loaded(l2, keys, [empty() for _ in keys]) == [0, 1, 2, 3, 4, 5, 6]
     assert l2.report_status()["lookups"] == 3
+
+
+def test_lmcaches_own_benchmark_finds_and_loads_what_it_stored(store: StoreProcess) -> None:
+    """Its objects have no shapes, and each key a rank of its own: the layout is named, as the README says."""
+    l2 = adapter(store.address, layout="bench")
+    keys = make_object_keys(8)
+    memory = torch.empty(2 * 8 * CHUNK_BYTES, dtype=torch.uint8)
+    filled = make_memory_objects(memory, 8, CHUNK_BYTES, 0, fill_offset=1)
+    blank = make_memory_objects(memory, 8, CHUNK_BYTES, 8 * CHUNK_BYTES)
+    told: list[str] = []
+    results = [
+        bench_store(l2, 1, 8, CHUNK_BYTES, 1, lambda _: [keys], lambda _: [filled], told.append),
+        bench_lookup(l2, 1, 8, 1, lambda _: [keys], told.append),
+        bench_load(l2, 1, 8, CHUNK_BYTES, 1, lambda _: [keys], lambda _: [blank], told.append),
+    ]
+    assert [result.success_counts for result in results] == [[8], [8], [8]], told
+    assert verify_round_trip(keys, filled, blank, told.append), told
+    l2.close()
 
 
 @pytest.mark.parametrize(
