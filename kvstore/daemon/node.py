@@ -76,6 +76,9 @@ from kvstore.wire import PackedNames, PutAck
 
 T = TypeVar("T")
 
+SWEEP_REST_S = 900.0
+"""What a sweep in the background may take longer for the sake of gets: what is too old is erased within the hour."""
+
 log = logging.getLogger(__name__)
 
 
@@ -413,7 +416,7 @@ class Node:
 
     def _keep_up(self) -> None:
         resume_left(self._purger)
-        self.sweep(apply=True)
+        self.sweep(apply=True, deadline_s=2 * SWEEP_REST_S)
 
     def _purge_from(self, space_id: SpaceId, keys: Sequence[BlockKey] | None, deadline_s: float) -> int:
         if keys is not None:
@@ -506,7 +509,7 @@ class Node:
         self._check_open()
         now_s = int(self._clock.now_s())
         self._states.expire()
-        results = self._on_each(lambda shard: shard.sweep(now_s, apply=apply))
+        results = self._on_each(lambda shard: shard.sweep(now_s, apply=apply, rest_s=deadline_s / 2))
         return Effect(
             apply,
             merge_effects(effect for swept in results for effect in swept.removed),

@@ -495,11 +495,11 @@ class Shard:
             self._rules, self._rules_here = rules, self._here(rules)
             self._ledger.presence.set_rules(Terms.of(rules))
 
-    def sweep(self, now_s: int, *, apply: bool) -> Swept:
+    def sweep(self, now_s: int, *, apply: bool, rest_s: float = 0.0) -> Swept:
         """Drop what expired, letting others in between (``sweep_round``); or say what would be dropped."""
         if not apply:
             return self._reclaimer.plan_sweep(now_s)
-        swept = sweep_round(self._ledger, self._reclaimer, self._writing, now_s)
+        swept = sweep_round(self._ledger, self._reclaimer, self._writing, now_s, rest_s)
         self.condition.keep_books(now_s)
         self._ledger.compact_if_due()
         self._ledger.ingest.save(self._parts.volume.path / INGEST_NAME)

@@ -1,7 +1,8 @@
 """A case of one request at a time while a sweep frees segments: what expired must not slow down what is read.
 
 Owns what expires when, and what the sweep did. Invariants: every round has its own expired blocks, and its gets without
-a sweep are of the same minute; gets go on until the sweep has ended, whatever that takes; every get is checked.
+a sweep are of the same minute; beside a sweep gets go on until it has ended or there are enough of them; then it ends
+by itself; every get is checked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ READ_BYTES = 3 * KIB
 READ_BLOCKS = 4096
 READS_PER_S = 5000
 """Of a sample's time, so that each round has enough of them for a percentile. (They take longer than that.)"""
+READS_MIN = 100
+"""Gets that a round has, also if its sweep has ended before."""
 THINK_S = 0.0005
 """Between two gets of the one reader, who would otherwise keep a processor from everybody."""
 DAY_S = 86_400
@@ -144,7 +147,7 @@ def _case(store: Filled, sweeps: _Sweeps, names: Sequence[BlockName], stored: in
 
     def beside() -> Elsewhere:
         reads_s = [one()]
-        while sweeps.goes_on or len(reads_s) < reads:
+        while len(reads_s) < READS_MIN or (sweeps.goes_on and len(reads_s) < reads):
             reads_s.append(one())
         return Elsewhere(fmean(reads_s), reads_s)
 
