@@ -265,21 +265,21 @@ def check(client: StoreClient, space: SpaceId, puts: Sequence[BlockPut]) -> None
 
 @pytest.mark.parametrize("way", [0, 1], ids=["tcp", "same host"])
 def test_a_put_in_parts_is_on_disk_when_it_is_acknowledged(folder: Path, way: int) -> None:
-    """One flush a segment, not one a part; blocks that the disk does not take are refused and not served."""
+    """One flush a call, not one a part; blocks that the disk does not take are refused and not served."""
     files = FaultyFiles()
     config = NodeConfig(directories=(folder / "data",), capacity_bytes=256 * limits.MIB, segment_bytes=64 * limits.MIB)
     node = Node.open(config, ManualClock(), TEST_RULES, files=files)
     with served(node, folder) as server, client_of(server.addresses[way], connections_per_node=1) as client:
         space = client.register_space(a_space())
-        first, second = (puts_of(list(a_chain(space, 7, seed=seed).names), SIZE) for seed in (1, 2))
+        first, second = (puts_of(list(a_chain(space, 5, seed=seed).names), SIZE) for seed in (1, 2))
         before = files.calls.get("fdatasync", 0)
-        assert client.put(space, first, traffic_class=AGENT, ack="disk") == [STORED] * 7
+        assert client.put(space, first, traffic_class=AGENT, ack="disk") == [STORED] * 5
         assert files.calls["fdatasync"] == before + 1
         files.errors["fdatasync"] = errno.EIO
-        assert client.put(space, second, traffic_class=AGENT, ack="disk") == [REFUSED] * 7
+        assert client.put(space, second, traffic_class=AGENT, ack="disk") == [REFUSED] * 5
         files.errors.clear()
         presence = client.lookup(space, [put.name for put in [*first, *second]]).presence.tolist()
-        assert presence[:7] == [Presence.PRESENT] * 7
-        assert Presence.PRESENT not in presence[7:]
+        assert presence[:5] == [Presence.PRESENT] * 5
+        assert Presence.PRESENT not in presence[5:]
         check(client, space, first)
     node.close()
