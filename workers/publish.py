@@ -243,7 +243,7 @@ class Publisher:
         """A token that does not fit is for an operator to mend: said now and then. Another tenant's puts go on."""
         if self._monotonic_s() >= self._quiet_until_s:
             self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
-            log.error("store_refuses_puts", extra={"reason": str(error)})
+            log.error("store_refuses_puts: %s", error)
 
     def _put_registered(self, space: TenantSpace, batch: list[_Item]) -> list[bool | None]:
         """Whether each was acknowledged; None: declined."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.keys import TokenChain, opaque_name
 from kvstore.limits import MIB
-from kvstore.store import BlockPut, GetStatus, Lookup, PutOutcome
+from kvstore.store import BlockPut, GetStatus, Lookup, Presence, PutOutcome
 from kvstore.testing import MemoryStore
 from kvstore.traffic import AGENT, CHAT
 from tests.support.faulty_store import FaultyStore
@@ -138,6 +140,23 @@ def test_a_store_that_fails_is_misses(rig: Rig) -> None:
     assert rig.attached.look_up(rig.space, rig.names) is None
     assert rig.attached.load(rig.space, rig.names, [bytearray(64) for _ in rig.names]) == [GetStatus.UNREACHABLE] * 3
     assert (rig.attached.counts.lookups_failed, rig.attached.counts.loads_failed) == (1, 3)
+
+
+def test_a_node_that_is_down_is_told_and_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """The message itself names store and problem, since engines print nothing else; not once a look-up."""
+    rig.publish()
+    whole = rig.store.lookup
+    rig.store.lookup = lambda *args, **options: _silent(whole(*args, **options))  # type: ignore[method-assign]
+    for _ in range(3):
+        assert rig.attached.look_up(rig.space, rig.names) is not None
+    (told,) = [record.message for record in caplog.records]
+    assert "store_fails" in told
+    assert STORE in told
+    assert rig.attached.counts.lookups_failed == 3
+
+
+def _silent(found: Lookup) -> Lookup:
+    return replace(found, presence=np.full_like(found.presence, Presence.UNREACHABLE), complete=False)
 
 
 def test_a_look_up_that_hangs_is_a_miss_at_its_deadline() -> None:

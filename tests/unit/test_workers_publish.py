@@ -137,7 +137,7 @@ def test_a_refused_token_is_told_and_does_not_hold_up_others(caplog: pytest.LogC
             rig.offer(ticket, 0)
         assert not rig.publisher.flush(refused, 5.0)
         assert rig.publisher.flush(stored, 5.0)
-        assert [record.message for record in caplog.records] == ["store_refuses_puts"] * told
+        assert [record.message.split(":")[0] for record in caplog.records] == ["store_refuses_puts"] * told
     rig.publisher.close(5.0)
 
 

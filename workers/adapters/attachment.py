@@ -25,7 +25,7 @@ from kvstore.errors import DeadlineExceeded, SpaceUnknown, StoreError
 from kvstore.framing import parse_address
 from kvstore.keys import BlockName, Space, StateName, tenant_salt
 from kvstore.limits import ARENA_BYTES_MAX, GIB, MIB, PAYLOAD_BYTES_MAX
-from kvstore.store import BlockPut, GetStatus, Lookup, PutOutcome, Store
+from kvstore.store import BlockPut, GetStatus, Lookup, Presence, PutOutcome, Store
 from kvstore.traffic import BUILT_IN_NAMES, CHAT, CLASS_MAX, OPERATOR_CLASS_MIN, TrafficClass
 from kvstore.units import parse_bytes
 from workers.publish import ACKNOWLEDGED, PUT_DEADLINE_S_DEFAULT, Publisher, Ticket
@@ -46,6 +46,8 @@ TELL_EVERY_S = 60.0
 
 HINT_TYPE = "reprise"
 """Actions of this type among a request's KV hints are read like its parameters."""
+_UNREACHABLE = int(Presence.UNREACHABLE)
+
 TENANT_WISH, CLASS_WISH, CACHE_WISH = "reprise_tenant", "reprise_class", "reprise_cache"
 """What a request may say of itself, among the parameters that its engine hands on."""
 
@@ -290,8 +292,12 @@ class Attachment:
             with self._lock:
                 self.counts.lookups_failed += 1
             return None
+        silent = bool((found.presence == _UNREACHABLE).any())
+        if silent:
+            self._tell("lookup", DeadlineExceeded("a node is down, or did not answer in time"))
         with self._lock:
             self.counts.lookups += 1
+            self.counts.lookups_failed += silent
             self.counts.looked_up += len(names)
             self.counts.found += found.prefix_blocks()
         return found
@@ -382,9 +388,11 @@ class Attachment:
             self._asking -= 1
 
     def _tell(self, what: str, error: StoreError) -> None:
+        """Said in the message itself: engines print nothing else of a record."""
         if self._monotonic_s() >= self._quiet_until_s:
             self._quiet_until_s = self._monotonic_s() + TELL_EVERY_S
-            log.warning("store_fails", extra={"call": what, "kind": type(error).__name__, "reason": str(error)})
+            stores = ", ".join(self.settings.stores)
+            log.warning("reprise: store_fails call=%s store=%s problem=%r", what, stores, error)
 
 
 def _tell_fault(future: Future[Any]) -> None:

@@ -56,6 +56,7 @@ class Moving:
         self._copied_bytes = 0
         self._copies_shed = 0
         self._interval = Interval()
+        self._opened = False
 
     def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The KV memory is there: name it, and attach."""
@@ -70,6 +71,7 @@ class Moving:
         }
         self._space = make_space(self._config, self._caches, layouts, self._settings)
         self._attached = Attachment.open(self._settings, self._space)
+        self._opened = True
         self._attached.warm()
 
     def introduce(self) -> Rank:
@@ -78,8 +80,9 @@ class Moving:
     def close(self) -> None:
         """Put what was copied, for a while."""
         self._namer.shutdown(wait=True)
-        log.info("reprise_worker", extra={"counts": self._attached.stats()})
-        self._attached.close(CLOSE_S)
+        if self._opened:  # else vLLM ends because it could not start
+            log.info("reprise: worker_closed counts=%s", self._attached.stats())
+            self._attached.close(CLOSE_S)
 
     def stats(self) -> RepriseStats | None:
         """What was counted since it was last asked."""

@@ -140,7 +140,7 @@ class Scheduling:
         if self._log is not None:
             self._log.close(CLOSE_S)
         if self._attached is not None:
-            log.info("reprise_scheduler", extra={"counts": self._attached.stats()})
+            log.info("reprise: scheduler_closed counts=%s", self._attached.stats())
             self._attached.close(CLOSE_S)
 
     def stats(self) -> RepriseStats | None:
