@@ -100,6 +100,9 @@ test-engines: $(VENV)/installed-test
 	for engine in $(ENGINES); do \
 	    if ! $(MAKE) --no-print-directory ".venv-$$engine/installed"; then absent="$$absent $$engine"; continue; fi; \
 	    REPRISE="$(CURDIR)/$(BIN)/reprise" ".venv-$$engine/bin/python" -m pytest --durations 5 "tests/engines/$$engine" \
+	        || { printf '\n!!! once more, alone, what failed with %s\n\n' "$$engine" >&2; \
+	             REPRISE="$(CURDIR)/$(BIN)/reprise" ".venv-$$engine/bin/python" -m pytest --last-failed \
+	                 --last-failed-no-failures none "tests/engines/$$engine"; } \
 	        || failed="$$failed $$engine"; \
 	done; \
 	if [ -n "$$absent" ]; then \
