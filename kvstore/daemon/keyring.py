@@ -15,7 +15,6 @@ is killed.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 
 from kvstore import limits
 from kvstore.daemon.cipher import CIPHER_KEY_BYTES, NUMBER_MAX, CipherKey, Keyring
+from kvstore.daemon.secret_file import read_secret_file, stamp_of
 from kvstore.keys import tenant_salt
 
 FILE_EVERY_S = 0.5
@@ -58,13 +58,13 @@ class KeyringSource:
     def read(self) -> Keyring:
         """The cipher keys as they are now. Raises ValueError that names file or command, never a key."""
         if self._path is not None:
-            self._stamp = _stamp_of(self._path)
+            self._stamp = stamp_of(self._path)
             return read_keyring(self._path)
         return run_command(self._command) if self._command else Keyring()
 
     def changed(self) -> bool:
         """Whether it is worth reading again."""
-        return bool(self._command) or (self._path is not None and _stamp_of(self._path) != self._stamp)
+        return bool(self._command) or (self._path is not None and stamp_of(self._path) != self._stamp)
 
 
 class KeyringWatch:
@@ -108,11 +108,7 @@ class KeyringWatch:
 def read_keyring(path: Path) -> Keyring:
     """The cipher keys of a file. Raises ValueError."""
     try:
-        if not path.is_file():
-            raise ValueError("it is no file")  # opening a pipe would wait
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(limits.CIPHER_KEYS_BYTES_MAX + 1)
+        data, mode = read_secret_file(path, limits.CIPHER_KEYS_BYTES_MAX)
         if mode & 0o077:
             raise ValueError("others may read or write it: chmod 600 it")
         return decode_keyring(data)
@@ -171,12 +167,3 @@ def _parse(entry: int, row: Any) -> tuple[str | None, int, bytes]:
     if not isinstance(secret, str) or not _SECRET.match(secret):
         raise ValueError(f"entry {entry} of [[keys]]: key has {2 * CIPHER_KEY_BYTES} lower-case hex digits")
     return tenant, number, bytes.fromhex(secret)
-
-
-def _stamp_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or edited; empty if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 from kvstore import limits
 from kvstore.access import TOKEN_BYTES_MAX, TOKEN_BYTES_MIN
 from kvstore.daemon.rights import EVERYTHING, Grant, grant_of
+from kvstore.daemon.secret_file import read_secret_file, stamp_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _FIELDS = frozenset({"token", "token_sha256", "roles"})
@@ -60,7 +60,7 @@ class Tokens:
         """``token``: one that allows everything; ``path``: a file of more. Raises ValueError for a bad file."""
         tokens = cls([Token(_digest(token.encode()), EVERYTHING)] if token else [], path)
         if path is not None:
-            tokens._stamp = _stamp_of(path)
+            tokens._stamp = stamp_of(path)
             tokens._listed = read_tokens(path)
         return tokens
 
@@ -85,7 +85,7 @@ class Tokens:
         """Read the file again if it changed; what cannot be used is logged, and the tokens before it stay."""
         if self._path is None:
             return
-        stamp = _stamp_of(self._path)
+        stamp = stamp_of(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -101,11 +101,7 @@ class Tokens:
 def read_tokens(path: Path) -> tuple[Token, ...]:
     """Raises ValueError that names the file and the entry at fault, never a token."""
     try:
-        if not path.is_file():
-            raise ValueError("it is no file")  # opening a pipe would wait
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(limits.TOKENS_FILE_BYTES_MAX + 1)
+        data, mode = read_secret_file(path, limits.TOKENS_FILE_BYTES_MAX)
         tokens, in_clear = decode_tokens(data)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokens file {path} cannot be used: {error}") from error
@@ -165,12 +161,3 @@ def _digest_of(row: dict[str, Any]) -> bytes:
 
 def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
-
-
-def _stamp_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or edited; empty if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode
