@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_t
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
+from tests.support.waiting import wait
 from workers.adapters.lmcache_l2 import RepriseL2
 
 DIGEST = "ab" * 32
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 3, 16, 16])], [torch.float32])
 CHUNK_BYTES = 2 * 3 * 16 * 16 * 4
-WAIT_S = 20.0
 
 
 def plugin(address: str, **more: Any) -> dict[str, Any]:
@@ -77,17 +76,6 @@ def bits(bitmap: Any, count: int) -> list[int]:
     """Which of ``count`` are set."""
     assert len(bitmap) == count
     return list(bitmap.get_indices_list())
-
-
-def wait(call: Callable[[], Any], what: str = "an answer") -> Any:
-    """The first answer that is one."""
-    until_s = time.monotonic() + WAIT_S
-    while time.monotonic() < until_s:
-        answer = call()
-        if answer is not None and answer is not False:
-            return answer
-        time.sleep(0.002)
-    raise AssertionError(f"no {what} within {WAIT_S} s")
 
 
 def stored(l2: RepriseL2, keys: Sequence[ObjectKey], objects: Sequence[Any] | None = None) -> Any:

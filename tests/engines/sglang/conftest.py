@@ -3,33 +3,5 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from kvstore.client import StoreClient
-from tests.support.store_process import StoreProcess
 
 collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["*"]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[StoreProcess]:
-    """A node, in a folder whose name fits into a socket's."""
-    with tempfile.TemporaryDirectory(prefix="reprise-") as folder:
-        process = StoreProcess(Path(folder), capacity="256MiB")
-        process.begin()
-        yield process
-        process.end()
-
-
-@pytest.fixture
-def store(served: StoreProcess) -> StoreProcess:
-    """The node, serving, and empty."""
-    client = StoreClient.connect([served.address])
-    for name in client.spaces():
-        client.delete_space(name)
-    client.close()
-    return served

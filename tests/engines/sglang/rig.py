@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +28,13 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
+from tests.support.waiting import wait  # noqa: E402
+
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # machines that test have less than it would leave free
 
 PAGE = 16
 PAGES = 24
 LAYERS = 3
-WAIT_S = 20.0
 
 
 def mha(heads: int = 2, dim: int = 8, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> MHATokenToKVPool:
@@ -124,16 +124,6 @@ def fill(pool: Any, seed: int) -> None:
 def wipe(pool: Any) -> None:
     for buffer in pool.kv_buffer if isinstance(pool.kv_buffer, list) else [pool.kv_buffer]:
         buffer.fill_(0)
-
-
-def wait(call: Callable[[], Any], what: str = "an answer") -> Any:
-    until_s = time.monotonic() + WAIT_S
-    while time.monotonic() < until_s:
-        answer = call()
-        if answer is not None and answer is not False:
-            return answer
-        time.sleep(0.002)
-    raise AssertionError(f"no {what} within {WAIT_S} s")
 
 
 class Allocator:
