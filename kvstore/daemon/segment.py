@@ -262,7 +262,8 @@ class Segment:
 
     @property
     def room_bytes(self) -> int:
-        return 0 if self.sealed or self.failed else self.header.segment_bytes - self.tail - self.promised_bytes
+        """What is promised to puts under way counts in whole until it counts as records, however far they have written."""
+        return 0 if self.sealed or self.failed else self.header.segment_bytes - self.end - self.promised_bytes
 
     @property
     def end(self) -> int:

@@ -113,6 +113,18 @@ def test_room_is_promised_once(tmp_path: Path) -> None:
     pair.node.close()
 
 
+def test_room_is_the_same_however_far_a_put_has_written(tmp_path: Path) -> None:
+    """Others may look at it at any moment of a write: what is taken is taken once, from the promise to the last."""
+    pair = Pair(tmp_path)
+    first = pair.under_way(pair.first)
+    room_bytes = first.segment.room_bytes
+    first.write()
+    assert first.segment.room_bytes == room_bytes
+    assert pair.writer.end(first) == [STORED] * 4
+    assert first.segment.room_bytes == room_bytes
+    pair.node.close()
+
+
 def test_a_put_behind_one_that_was_not_written_is_put_again(tmp_path: Path) -> None:
     """A write that fails takes back what is behind it; the disk well again, both find their place."""
     files = FaultyFiles()
