@@ -262,8 +262,13 @@ class Segment:
 
     @property
     def room_bytes(self) -> int:
-        """What is promised to puts under way counts in whole until it counts as records, however far they have written."""
+        """What is promised to puts under way is taken in whole until it counts as records, however far they wrote."""
         return 0 if self.sealed or self.failed else self.header.segment_bytes - self.end - self.promised_bytes
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether anything that is written now can count: else a restart would not find it, or find it by mistake."""
+        return not (self.torn or self.sealed)  # in this order: a seal is known before a tear is forgotten
 
     @property
     def end(self) -> int:
@@ -283,8 +288,8 @@ class Segment:
         except OSError:
             self.failed = True
             raise
+        self.end = FIRST_RECORD  # first: a flush beside this shall not take the old life's records for the new one's
         self.header = header
-        self.end = FIRST_RECORD
         self._hastened = self._dropped = 0
         self.oldest_s = header.created_s
         self.sealed = self.torn = self.unsafe = False
@@ -302,6 +307,7 @@ class Segment:
         """Write whole records (headers, payloads, padding) at ``end``. Raises OSError; ``end`` then stays."""
         self.append_ahead(parts, total_bytes)
         self.end = self.tail
+        self.dirty = True  # a flush may have taken it along, but nobody noted that
 
     def append_ahead(self, parts: Sequence[Buffer], total_bytes: int) -> None:
         """Write whole records at ``tail``, beyond what counts so far. Raises OSError; ``tail`` then stays."""
@@ -317,8 +323,8 @@ class Segment:
             self._hastened = self.tail
 
     def count(self, begin: int, total_bytes: int) -> bool:
-        """Let what was written ahead at ``begin`` count; False if what goes before it does not."""
-        if begin != self.end or self.torn:
+        """Let what was written ahead at ``begin`` count; False if what goes before does not, or a seal ends there."""
+        if begin != self.end or not self.takes_more:
             return False
         self._end = begin + total_bytes
         self.dirty = True  # a flush may have taken it along, but nobody noted that
@@ -400,8 +406,8 @@ class Segment:
 
     def take_back(self, begin: int) -> None:
         """The records from ``begin`` on were refused, and are not marked: as if their append had failed."""
+        self.torn = True  # first: whoever writes ahead just now and finds the new end shall not go on
         self.end = begin
-        self.torn = True
 
     def read_header(self, offset: int) -> tuple[RecordHeader, Mark | None]:
         """A record's checked header and its mark. Raises RecordDamaged or OSError."""

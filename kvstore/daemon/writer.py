@@ -117,7 +117,7 @@ class PutUnderWay:
         self.headers = _headers(batch, everything, segment)
         intact: list[bool] = []
         try:
-            if segment.torn:
+            if not segment.takes_more:
                 raise OSError(errno.EIO, "what goes before was not written")
             for begin, end in _writes(batch.record_bytes):
                 parts, total_bytes = _parts(self.headers[begin:end], batch.blocks.stored[begin:end])

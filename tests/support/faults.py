@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.daemon.files import Files
+from tests.support.waiting import WAIT_S
+
+_FLUSH = b"flush"
+_HEADER_BYTES = 256
 
 
 class FaultyFiles(Files):
@@ -71,3 +76,60 @@ class FaultyFiles(Files):
         if not limits:
             return views
         return [views[0][: max(1, min(limits))]]
+
+
+class GatedFiles(FaultyFiles):
+    """A file system that stops in the middle of a write or before a flush, until it is told to go on.
+
+    A write is known by the key of its first record; half of that record's header is written by then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gates: dict[bytes, Gate] = {}
+
+    def hold(self, key: bytes, error: int = 0) -> Gate:
+        """Stop the next write that begins with this key's record; ``error``: it then fails with that."""
+        return self._gates.setdefault(key, Gate(error))
+
+    def hold_flush(self) -> Gate:
+        """Stop before the next flush."""
+        return self.hold(_FLUSH)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        head = bytes(views[0][:_HEADER_BYTES])
+        key = next((key for key in self._gates if key in head), None)
+        if key is None:
+            return super().pwritev(fd, views, offset)
+        done = super().pwritev(fd, [views[0][: _HEADER_BYTES // 2]], offset)
+        self._gates.pop(key).stop()
+        return done
+
+    def fdatasync(self, fd: int) -> None:
+        gate = self._gates.pop(_FLUSH, None)
+        if gate is not None:
+            gate.stop()
+        super().fdatasync(fd)
+
+
+class Gate:
+    """One stop."""
+
+    def __init__(self, error: int = 0) -> None:
+        self._error = error
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def stop(self) -> None:
+        self._reached.set()
+        if not self._open.wait(WAIT_S):
+            raise AssertionError("nobody opened the gate")
+        if self._error:
+            raise OSError(self._error, os.strerror(self._error))
+
+    def wait(self) -> None:
+        """Until somebody stands before it."""
+        assert self._reached.wait(WAIT_S), "nobody came to the gate"
+
+    def open(self) -> None:
+        self._open.set()

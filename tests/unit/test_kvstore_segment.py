@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,3 +237,57 @@ def test_every_flipped_bit_of_a_segment_header_is_damage() -> None:
     with pytest.raises(SegmentDamaged):
         decode_segment_header(page[:-1])
     assert RECORD_ALIGN == FIRST_RECORD
+
+
+def test_a_flush_in_the_middle_of_an_append_does_not_leave_it_unconfirmed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Somebody flushes when the bytes are written but do not count yet: the next flush confirms them, for it is one."""
+    monkeypatch.setattr("kvstore.daemon.segment.WRITE_BACK_BYTES", 1)
+
+    class FlushedMeanwhile(Files):
+        def hasten(self, fd: int, offset: int, count: int) -> None:
+            segment.sync(if_dirty=True)
+
+    segment = a_segment(tmp_path, FlushedMeanwhile())
+    segment.go_around_cache()
+    header = append(segment, 1)
+    assert not segment.is_durable(header.offset)
+    segment.sync(if_dirty=True)
+    assert segment.is_durable(header.offset)
+
+
+def test_a_flush_in_the_middle_of_a_new_life_confirms_nothing_of_it(tmp_path: Path) -> None:
+    """What the life before had on disk says nothing of what is going to lie there."""
+
+    class FlushedMeanwhile(Segment):
+        @property
+        def end(self) -> int:
+            return self._end
+
+        @end.setter
+        def end(self, end: int) -> None:
+            if hasattr(self, "_syncing"):
+                self.sync()
+            self._end = self.tail = end
+
+    segment, _ = FlushedMeanwhile.create(Files(), tmp_path, HEADER)
+    append(segment, 1)
+    append(segment, 2)
+    segment.reformat(replace(HEADER, generation=78))
+    assert segment.durable_end <= FIRST_RECORD
+    header = append(segment, 3)
+    assert not segment.is_durable(header.offset)
+
+
+def test_what_is_written_ahead_of_a_seal_never_counts(tmp_path: Path) -> None:
+    """A segment that was sealed, or taken back, meanwhile: a restart would not find it."""
+    segment = a_segment(tmp_path)
+    first = append(segment, 1)
+    begin = segment.tail
+    segment.append_ahead([bytes(RECORD_ALIGN)], RECORD_ALIGN)
+    segment.seal()
+    assert not segment.count(begin, RECORD_ALIGN)
+    other = replace(HEADER, segment=2)
+    segment, _ = Segment.create(Files(), tmp_path, other)
+    segment.take_back(first.offset)
+    segment.append_ahead([bytes(RECORD_ALIGN)], RECORD_ALIGN)
+    assert not segment.count(first.offset, RECORD_ALIGN)
