@@ -19,6 +19,8 @@ import ctypes
 import functools
 import itertools
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,6 +36,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvstore.errors import SpaceUnknown, StoreError
 from kvstore.keys import AttentionGroup, BlockName, ShardCoordinate, Space, opaque_name
@@ -67,6 +70,9 @@ _FACTS = (
 """What pools say of how a page is laid out, where they have it; sizes of a page's buffers say the rest."""
 _DONE = (*ACKNOWLEDGED, PutOutcome.DECLINED)
 """Puts of which SGLang need not hear: after one that failed it offers none of the pages that follow."""
+_SENT = (PutOutcome.STORED, PutOutcome.REPLACED)
+BATCHES_MAX = 4096
+"""Batches that SGLang's metrics have not asked for yet; those that come then are not told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,8 @@ class RepriseHiCache(HiCacheStorage):
         self._digest = self._settings.digest_of(storage_config.model_name or "")
         self._attachment = Attachment.open(self._settings, self._space_of("none", None, ()))
         self._pools: dict[str, Pool] = {}
+        self._lock = threading.Lock()
+        self._metrics = StorageMetrics()
 
     # --- pools --------------------------------------------------------------------------------------------------------
 
@@ -141,6 +149,7 @@ class RepriseHiCache(HiCacheStorage):
         config = self._config
         facts = [f"{fact}={getattr(host, fact)}" for fact in _FACTS if getattr(host, fact, None) is not None]
         facts += [f"cp={config.attn_cp_rank}/{config.attn_cp_size}", "flat" if staged else "buffers"]
+        facts += [f"dcp={config.dcp_rank}/{config.dcp_size}"] if config.dcp_size > 1 else []
         first, layers = int(getattr(host, "start_layer", 0) or 0), int(getattr(host, "layer_num", 1) or 1)
         heads, dim = (int(getattr(host, fact, 1) or 1) for fact in ("head_num", "head_dim"))
         return Space(
@@ -221,6 +230,12 @@ class RepriseHiCache(HiCacheStorage):
             return False
         return True
 
+    def get_stats(self) -> StorageMetrics:
+        """Pages and GB/s of the batches since the last call, where SGLang was told to keep metrics."""
+        with self._lock:
+            metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
     def stats(self) -> dict[str, int]:
         """Counters of this process."""
         return self._attachment.stats()
@@ -293,9 +308,10 @@ class RepriseHiCache(HiCacheStorage):
             return [False] * len(keys)
         flat = [pool.host.get_dummy_flat_data_page() for _ in keys] if pool.staged else []
         buffers = [_bytes_of(page) for page in flat] if pool.staged else _addressed(pool, host_indices)
-        names = pool.names(keys)
+        names, begun_s = pool.names(keys), time.perf_counter()
         statuses = self._attachment.load(pool.space, names, buffers)
         good = pool.whole([status == GetStatus.OK for status in statuses])
+        self._tell("prefetch", sum(good), sum(good) * sum(pool.sizes), begun_s)
         for at, page in enumerate(flat):
             if good[at]:
                 pool.host.set_from_flat_data_page(int(host_indices[at * pool.page_tokens]), page)
@@ -317,9 +333,13 @@ class RepriseHiCache(HiCacheStorage):
         if new:
             buffers = self._payloads(pool, host_indices, len(keys))
             puts = [BlockPut(names[at], pool.page_tokens, buffers[at]) for at in new]
+            begun_s = time.perf_counter()
             outcomes = self._attachment.store_now(pool.space, puts, self._settings.traffic_class)
             for at, outcome in zip(new, outcomes, strict=True):
                 done[at] = outcome in _DONE
+            sent = [at for at, outcome in zip(new, outcomes, strict=True) if outcome in _SENT]
+            pages = len({at // len(pool.sizes) for at in sent})
+            self._tell("backup", pages, sum(buffers[at].nbytes for at in sent), begun_s)
         return pool.whole(done)
 
     def _payloads(self, pool: Pool, host_indices: Any, pages: int) -> list[memoryview]:
@@ -327,6 +347,17 @@ class RepriseHiCache(HiCacheStorage):
             return _addressed(pool, host_indices)
         firsts = (int(host_indices[at * pool.page_tokens]) for at in range(pages))
         return [_bytes_of(pool.host.get_data_page(first, flat=True).contiguous()) for first in firsts]
+
+    def _tell(self, what: str, pages: int, size: int, begun_s: float) -> None:
+        """Note a batch for SGLang's metrics."""
+        seconds = max(time.perf_counter() - begun_s, 1e-9)
+        if not pages or not self._config.enable_storage_metrics:
+            return
+        with self._lock:
+            of_pages: list[int] = getattr(self._metrics, f"{what}_pgs")
+            if len(of_pages) < BATCHES_MAX:
+                of_pages.append(pages)
+                getattr(self._metrics, f"{what}_bandwidth").append(size / seconds / 1e9)
 
     def _touch(self, pool: Pool, names: Sequence[BlockName]) -> None:
         """What is used again is kept longer."""

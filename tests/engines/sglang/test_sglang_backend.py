@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # isort: skip
 )
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
 from workers.adapters.attachment import OptionError
 
@@ -79,6 +80,7 @@ def test_what_is_there_already_counts_as_stored(made: Any) -> None:
         ({"tp_size": 2}, {}),
         ({"pp_rank": 1, "pp_size": 2}, {}),
         ({"attn_cp_rank": 1, "attn_cp_size": 2}, {}),
+        ({"is_mla_model": True, "tp_rank": 1, "tp_size": 2, "dcp_rank": 1, "dcp_size": 2, "logical_page_size": 32}, {}),
         ({"model_name": "other"}, {}),
         ({}, {"weights_digest": "cd" * 32}),
         ({}, {"tenant": "alice"}),
@@ -317,6 +319,43 @@ def test_pools_whose_pages_have_no_addresses_go_through_a_copy(store: StoreProce
     assert taken == {"mamba": [True, True, False]}
     assert torch.equal(pool.rows[[6, 7, 5]], old[[1, 3, 5]])
     made.close()
+
+
+class Collector(StorageMetricsCollector):
+    """SGLang's, without the package that it draws its histograms with."""
+
+    histogram_prefetch_pgs, histogram_backup_pgs = "prefetch", "backup"
+    histogram_prefetch_bandwidth = histogram_backup_bandwidth = None
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {"prefetch": [], "backup": []}
+
+    def _log_histogram(self, histogram: str | None, data: int) -> None:
+        if histogram is not None:
+            self.seen[histogram].append(data)
+
+
+def test_sglangs_metrics_are_told_of_each_batch_once(store: StoreProcess, pool: Any) -> None:
+    """Pages that were moved, and how fast, in the values that its collector takes; pages that were there are not."""
+    made = backend(store.address, pool, enable_storage_metrics=True)
+    made.batch_set_v1(keys(3), slots(0, 1, 2))
+    made.batch_set_v1(keys(3), slots(0, 1, 2))
+    made.batch_set_v1(keys(4), slots(0, 1, 2, 3))
+    made.batch_get_v1([*keys(2), "missing"], slots(8, 9, 10))
+    made.batch_get_v1(["missing"], slots(8))
+    told = made.get_stats()
+    assert (told.backup_pgs, told.prefetch_pgs) == ([3, 1], [2])
+    assert [len(told.backup_bandwidth), len(told.prefetch_bandwidth)] == [2, 1]
+    assert all(0 < speed < 1000 for speed in told.backup_bandwidth + told.prefetch_bandwidth)
+    collector = Collector()
+    collector.log_storage_metrics(told)
+    collector.log_storage_metrics(made.get_stats())
+    assert collector.seen == {"prefetch": [2], "backup": [3, 1]}
+    made.close()
+    quiet = backend(store.address, pool)
+    quiet.batch_get_v1(keys(1), slots(8))
+    assert quiet.get_stats().prefetch_pgs == []
+    quiet.close()
 
 
 def test_clearing_takes_away_what_the_pools_hold(store: StoreProcess, made: Any, swa: Any) -> None:
