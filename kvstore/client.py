@@ -176,15 +176,22 @@ class StoreClient(ControlPlane):
         statuses = [GetStatus.DEADLINE] * len(names)
 
         def get(node: int, positions: Sequence[int]) -> None:
-            mine = names if len(positions) == len(names) else [names[at] for at in positions]
-            scatter = receive.Scatter(mine, [views[at] for at in positions])
+            all_of_them = len(positions) == len(names)
+            scatter = (
+                receive.Scatter(names, views)
+                if all_of_them
+                else receive.Scatter([names[at] for at in positions], [views[at] for at in positions])
+            )
             try:
                 self._get_from(node, space_id, scatter, ends_s)
             finally:
-                for at, status in zip(positions, scatter.statuses, strict=True):
-                    statuses[at] = status
+                if all_of_them:
+                    statuses[:] = scatter.statuses
+                else:
+                    for at, status in zip(positions, scatter.statuses, strict=True):
+                        statuses[at] = status
 
-        failures = self._fleet.run(self._fleet.spread(get, names, [len(view) for view in views]), ends_s)
+        failures = self._fleet.run(self._fleet.spread(get, names, list(map(len, views))), ends_s)
         self._count("blocks_got", statuses.count(GetStatus.OK))
         self._count("late", statuses.count(GetStatus.DEADLINE))
         self._count("unreachable", statuses.count(GetStatus.UNREACHABLE))
@@ -208,6 +215,8 @@ class StoreClient(ControlPlane):
             except (StoreError, ValueError):
                 scatter.settle(GetStatus.UNREACHABLE)
                 raise
+            if GetStatus.CORRUPT not in scatter.statuses:
+                break
             corrupt = [at for at in scatter.asked if scatter.statuses[at] == GetStatus.CORRUPT]
             overtaken = [at for at in corrupt if not self._report_corrupt(node, space_id, scatter.names[at])]
             if not overtaken:
@@ -453,7 +462,8 @@ def _writable(buffer: bytearray | memoryview) -> memoryview:
     view = memoryview(buffer)
     if view.readonly or not view.c_contiguous:
         raise ValueError("a buffer to fill must be writable and contiguous")
-    view = view.cast("B")
+    if view.ndim != 1 or view.format != "B":
+        view = view.cast("B")
     if len(view) > limits.PAYLOAD_BYTES_MAX:
         raise ValueError(f"a buffer to fill has at most {limits.PAYLOAD_BYTES_MAX} bytes, not {len(view)}")
     return view

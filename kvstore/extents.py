@@ -154,22 +154,16 @@ class Plan:
 
     def steps(self, *, across_runs: bool) -> list[tuple[int, int]]:
         """Parts [begin, end) of ``order`` to be read at once: of one run, or of the stream that all runs make."""
-        count = len(self.order)
-        if count == 1:
-            return [(0, 1)]
-        index = np.arange(count)
-        lengths = np.array(self.sizes) + np.array(self.gaps) + HEADER_BYTES
-        begins = np.cumsum(lengths) - lengths
-        fresh = np.zeros(count, bool)
-        fresh[0] = True
-        if not across_runs:
-            fresh[self.runs[:-1]] = True
-            run = np.cumsum(fresh) - 1
-            first = np.array(self.runs[:-1])[run]
-            begins, index = begins - begins[first], index - first
-        fresh[1:] |= (np.diff(begins // STEP_BYTES) != 0) | (np.diff(index // STEP_BLOCKS) != 0)
-        bounds = [*np.flatnonzero(fresh).tolist(), count]
-        return list(pairwise(bounds))
+        steps: list[tuple[int, int]] = []
+        for begin, end in pairwise((0, len(self.order)) if across_runs else self.runs):
+            held_bytes = 0
+            for at in range(begin, end) if end - begin > 1 else ():
+                if held_bytes >= STEP_BYTES or at - begin == STEP_BLOCKS:
+                    steps.append((begin, at))
+                    begin, held_bytes = at, 0
+                held_bytes += self.sizes[at] + self.gaps[at] + HEADER_BYTES
+            steps.append((begin, end))
+        return steps
 
 
 def plan(rows: Rows, lent: npt.NDArray[np.intp], payload_bytes: Sequence[int]) -> Plan:
@@ -178,12 +172,12 @@ def plan(rows: Rows, lent: npt.NDArray[np.intp], payload_bytes: Sequence[int]) -
         at = int(lent[0])
         row = rows[at]
         return Plan([at], [int(row["file"])], [int(row["offset"])], [payload_bytes[at]], [0], [0, 1])
-    files, offsets = rows["file"][lent], rows["offset"][lent].astype(np.int64)
-    sizes = np.array(payload_bytes, np.int64)[lent]
+    files, offsets = rows["file"].take(lent), rows["offset"].take(lent).astype(np.int64)
+    sizes = np.array(payload_bytes, np.int64).take(lent)
     order = np.lexsort((offsets, files))
-    files, offsets, sizes = files[order], offsets[order], sizes[order]
-    between = offsets[1:] - (offsets[:-1] + HEADER_BYTES + sizes[:-1])
+    files, offsets, sizes = files.take(order), offsets.take(order), sizes.take(order)
+    between = offsets[1:] - offsets[:-1] - sizes[:-1] - HEADER_BYTES
     joined = (files[1:] == files[:-1]) & (between >= 0) & (between <= GAP_BYTES_MAX)
-    gaps = [0, *np.where(joined, between, 0).tolist()] if len(lent) else []
-    runs = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(lent)] if len(lent) else [0]
-    return Plan(lent[order].tolist(), files.tolist(), offsets.tolist(), sizes.tolist(), gaps, runs)
+    gaps = [0, *(between * joined).tolist()] if len(lent) else []
+    runs = [0, *((~joined).nonzero()[0] + 1).tolist(), len(lent)] if len(lent) else [0]
+    return Plan(lent.take(order).tolist(), files.tolist(), offsets.tolist(), sizes.tolist(), gaps, runs)

@@ -74,7 +74,7 @@ class Fleet:
         return [
             job(work, node, part)
             for node, owned in self.group(names).items()
-            for part in split(owned, sizes, self._share_bytes(node, sum(sizes[at] for at in owned)))
+            for part in split(owned, sizes, self._share_bytes(node, _bytes_of(owned, sizes)))
         ]
 
     def _share_bytes(self, node: int, total_bytes: int) -> int:
@@ -183,7 +183,7 @@ def first(failures: Mapping[int, StoreError]) -> StoreError:
 
 def split(positions: Sequence[int], sizes: Sequence[int], bytes_max: int = CALL_BYTES) -> Sequence[Sequence[int]]:
     """Runs of positions that one call moves: at most ``bytes_max`` (or one block) and BATCH_BLOCKS_MAX blocks."""
-    if len(positions) <= limits.BATCH_BLOCKS_MAX and sum([sizes[at] for at in positions]) <= bytes_max:
+    if len(positions) <= limits.BATCH_BLOCKS_MAX and _bytes_of(positions, sizes) <= bytes_max:
         return [positions] if positions else []
     parts: list[list[int]] = []
     held_bytes = 0
@@ -195,3 +195,7 @@ def split(positions: Sequence[int], sizes: Sequence[int], bytes_max: int = CALL_
         parts[-1].append(at)
         held_bytes += sizes[at]
     return parts
+
+
+def _bytes_of(positions: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(sizes) if len(positions) == len(sizes) else sum([sizes[at] for at in positions])

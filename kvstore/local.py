@@ -3,7 +3,7 @@
 Owns descriptors, a connection's part of the arena, and reading payloads from segment files into the caller's buffers.
 Does not know sockets or messages. Invariants: bytes count only after their checksum was verified, and only if the lease
 on their segment was still running when they had been read; descriptors are closed when they are replaced and with their
-connection; nobody but the holder of the connection touches any of it, and the helper on its behalf.
+connection; nobody but the holder of the connection touches any of it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from kvstore import limits
 from kvstore.arena import Arena, Range
 from kvstore.direct import PageReader, Piece, is_direct, pieces_of
 from kvstore.errors import ProtocolError
-from kvstore.extents import Plan
+from kvstore.extents import STEP_BYTES, Plan
 from kvstore.framing import close_all
-from kvstore.helper import PROCESSORS, Helper
 from kvstore.receive import Scatter
 from kvstore.record import HEADER_BYTES
 
@@ -30,10 +29,6 @@ PARTS = 2
 MiB both sides together take 0.60, 0.54, 0.43 and 0.41 CPU seconds a GB, of blocks of 1 MiB: what a part costs beside
 its bytes counts for more than the cache that a small one stays in. A batch should have several parts, else nothing
 overlaps.
-"""
-HELPED_BYTES = range(8 * limits.MIB, 16 * limits.MIB + 1)
-"""Payload that two threads read: of less, most is read before the other has woken up; more is spread over connections,
-which have threads of their own.
 """
 
 
@@ -46,38 +41,53 @@ def read_extents(
     scatter: Scatter,
     usable: Callable[[], bool],
     pages: PageReader,
-    helper: Helper | None = None,
 ) -> None:
     """Read the records of a plan into the scatter's buffers; what could not be read stays begun.
 
-    ``usable`` is asked after every read: once it says no, the lease has ended and nothing more is believed. ``pages``
-    reads what lies in files that were lent around the page cache; a ``helper`` takes its share of much that is in it.
+    ``usable`` is asked after each MiB, about, and at the end: once it says no, the lease has ended and nothing more is
+    believed. ``pages`` reads what lies in files that were lent around the page cache.
     """
     around = {at for at in set(plan.files) if (fd := fds[at]) is not None and is_direct(fd)}
     steps = plan.steps(across_runs=False)
     cold = [step for step in steps if plan.files[step[0]] in around] if around else []
-    waiting = iter([step for step in steps if plan.files[step[0]] not in around] if around else steps)
-
-    def read_on() -> None:
-        for begin, end in waiting:
-            fd = fds[plan.files[begin]]
-            if fd is not None and _read(fd, scatter.parts(plan, begin, end, gap_first=False), plan, begin, end):
-                if not usable():
-                    return
-                scatter.finish(plan, begin, end)
-
-    if helper is not None and len(steps) - len(cold) > 1 and sum(plan.sizes) in HELPED_BYTES:
-        helper.share(read_on)
-    else:
-        read_on()
-    if cold:
+    warm = [step for step in steps if plan.files[step[0]] not in around] if around else steps
+    if _read_cached(plan, warm, fds, scatter, usable) and cold:
         _read_around(plan, cold, fds, scatter, usable, pages)
 
 
-def _read(fd: int, parts: Sequence[memoryview], plan: Plan, begin: int, end: int) -> bool:
+def _read_cached(
+    plan: Plan,
+    steps: Sequence[tuple[int, int]],
+    fds: Sequence[int | None],
+    scatter: Scatter,
+    usable: Callable[[], bool],
+) -> bool:
+    """Read steps through the page cache, one call of the kernel each; False once the lease has ended."""
+    files, offsets, sizes = plan.files, plan.offsets, plan.sizes
+    came: list[int] = []
+    held_bytes = 0
+    for begin, end in steps:
+        fd, offset = fds[files[begin]], offsets[begin]
+        wanted_bytes = offsets[end - 1] + sizes[end - 1] + HEADER_BYTES - offset
+        if fd is None or not _has_read(fd, scatter.parts(plan, begin, end, gap_first=False), offset, wanted_bytes):
+            continue
+        came += range(begin, end)
+        held_bytes += wanted_bytes
+        if held_bytes >= STEP_BYTES:
+            if not usable():
+                return False
+            scatter.finish(plan, came)
+            came, held_bytes = [], 0
+    if came and not usable():
+        return False
+    scatter.finish(plan, came)
+    return True
+
+
+def _has_read(fd: int, parts: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
     """Whether the file gave all of a step."""
     try:
-        return os.preadv(fd, parts, plan.offsets[begin]) == _step_bytes(plan, begin, end)
+        return os.preadv(fd, parts, offset) == wanted_bytes
     except OSError:
         return False
 
@@ -106,7 +116,7 @@ def _read_around(
             if not usable():
                 return
             if whole:
-                scatter.finish(plan, begin, end)
+                scatter.finish(plan, range(begin, end))
 
 
 def pour(pieces: Iterable[memoryview | None], parts: Sequence[memoryview]) -> bool:
@@ -135,7 +145,6 @@ class Peer:
         self._part = part
         self.lease_s = lease_s
         self.pages = PageReader()
-        self.helper = Helper() if PROCESSORS > 1 else None
         self.fds: list[int | None] = []
         """Descriptors of segments, by the numbers that the daemon's answers use."""
 
@@ -153,8 +162,6 @@ class Peer:
             raise ProtocolError("a node sent more descriptors than a connection may hold")
 
     def close(self) -> None:
-        if self.helper is not None:
-            self.helper.close()
         close_all(self.fds)
         self.fds.clear()
         self.arena.give(self._part)

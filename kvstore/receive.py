@@ -38,24 +38,30 @@ class Scatter:
         self.names = names
         self.packed = wire.PackedNames.pack(names)
         self.views = views
-        self.sizes = [len(view) for view in views]
+        self.sizes = list(map(len, views))
         self.statuses = [GetStatus.DEADLINE] * len(names)
         self.asked: Sequence[int] = range(len(names))
         self._begun: set[int] = set()
         self._headers = bytearray(HEADER_BYTES * len(names))
         self._header_view = memoryview(self._headers)
-        self._finished: list[tuple[int, int]] = []
-        """Rows that were read, each with its payload's checksum."""
+        self._finished: list[int] = []
+        """Rows that were read."""
+        self._checksums: list[int] = []
+        """Of their payloads."""
 
     def ask(self, positions: Sequence[int] | None = None) -> None:
         """The next request asks for these blocks, by default all, whatever has become of them."""
         self.asked = range(len(self.names)) if positions is None else positions
 
+    def asked_sizes(self) -> Sequence[int]:
+        """Payload bytes of what is asked."""
+        return self.sizes if len(self.asked) == len(self.names) else [self.sizes[at] for at in self.asked]
+
     def request(self, space_id: SpaceId) -> bytes:
         """The body that asks for what is asked."""
         if len(self.asked) == len(self.names):
             return wire.encode_get(space_id, self.packed, self.sizes)
-        return wire.encode_get(space_id, [self.names[at] for at in self.asked], [self.sizes[at] for at in self.asked])
+        return wire.encode_get(space_id, [self.names[at] for at in self.asked], self.asked_sizes())
 
     def take(self, channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId) -> None:
         """Receive the answer to what is asked into the views, verifying each payload while it is hot."""
@@ -63,18 +69,19 @@ class Scatter:
         lent = self.settle_rows(rows)
         if ASK in rows["status"]:
             raise ProtocolError("a node answered GET with a block to be asked for")
-        plan = extents.plan(rows, lent, [self.sizes[at] for at in self.asked])
+        plan = extents.plan(rows, lent, self.asked_sizes())
         if plan.total_bytes != header.payload_bytes:
             raise ProtocolError("a node's answer does not account for its payload")
         try:
             for step in plan.steps(across_runs=True) if plan.order else ():
                 channel.receive_parts(self.parts(plan, *step, gap_first=True))
-                self.finish(plan, *step)
+                self.finish(plan, range(*step))
         finally:
-            self.believe(space_id, plan, rows)
-        for at in lent.tolist():
-            if not self.is_accepted(self.asked[at]):
-                self.statuses[self.asked[at]] = GetStatus.CORRUPT
+            accepted = self.believe(space_id, rows)
+        if accepted < len(lent):
+            for at in lent.tolist():
+                if not self.is_accepted(self.asked[at]):
+                    self.statuses[self.asked[at]] = GetStatus.CORRUPT
 
     def settle_rows(self, rows: Rows) -> npt.NDArray[np.intp]:
         """Take over how blocks ended that an answer does not bring; returns the rows that it lends.
@@ -102,8 +109,13 @@ class Scatter:
 
     def parts(self, plan: Plan, begin: int, end: int, *, gap_first: bool) -> list[memoryview]:
         """Where the bytes of a step go, in order; until they are believed their content counts for nothing."""
+        asked, views, headers = self.asked, self.views, self._header_view
+        if end - begin == 1 and not (gap_first and plan.gaps[begin]):  # the usual case of scattered blocks
+            at = asked[plan.order[begin]]
+            self._begun.add(at)
+            return [headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES], views[at]]
         parts: list[memoryview] = []
-        add, asked, views, headers = parts.append, self.asked, self.views, self._header_view
+        add = parts.append
         rows = plan.order[begin:end]
         self._begun.update([asked[row] for row in rows])
         for row, gap in zip(rows, plan.gaps[begin:end], strict=True):
@@ -114,34 +126,41 @@ class Scatter:
             add(views[at])
         return parts
 
-    def finish(self, plan: Plan, begin: int, end: int) -> None:
-        """All of a step's bytes have come: take the checksums while the payloads are in the processor's cache.
-
-        As ``parts``, by several threads at once, each with steps of its own.
+    def finish(self, plan: Plan, came: Sequence[int]) -> None:
+        """All bytes of these blocks (places in the plan's order) have come: take the checksums while the payloads are
+        in the processor's cache.
         """
-        rows, asked, views, checksum = plan.order[begin:end], self.asked, self.views, xxhash.xxh3_64_intdigest
-        self._finished.extend([(row, checksum(views[asked[row]])) for row in rows])
+        asked, views, checksum = self.asked, self.views, xxhash.xxh3_64_intdigest
+        rows = [plan.order[each] for each in came]
+        self._finished += rows
+        self._checksums += [checksum(views[asked[row]]) for row in rows]
 
-    def believe(self, space_id: SpaceId, plan: Plan, rows: Rows) -> int:
+    def believe(self, space_id: SpaceId, rows: Rows) -> int:
         """Verify what was finished: header and payload of each record; returns how many are accepted."""
         if not self._finished:
             return 0
-        finished, checksums = map(list, zip(*self._finished, strict=True))
-        self._finished.clear()
-        at = [self.asked[row] for row in finished]
+        checksums = np.zeros(len(rows), np.uint64)
+        checksums[self._finished] = self._checksums
+        is_finished = np.zeros(len(rows), bool)
+        is_finished[self._finished] = True
+        self._finished, self._checksums = [], []
+        at = slice(None) if len(self.asked) == len(self.names) else np.asarray(self.asked)
         wanted = record.expected_headers(
             space_id,
-            np.frombuffer(self.packed.keys, _KEY)[at].tobytes(),
-            np.frombuffer(self.packed.token_digests, _TOKEN_DIGEST)[at].tobytes(),
+            np.frombuffer(self.packed.keys, _KEY)[at],
+            np.frombuffer(self.packed.token_digests, _TOKEN_DIGEST)[at],
             np.array(self.sizes, np.int64)[at],
-            rows[finished],
+            rows,
         )
         headers = np.frombuffer(self._headers, _HEADER)[at].tobytes()
-        good = record.whole_headers(headers, wanted, checksums)
-        accepted = at if good.all() else [each for each, is_good in zip(at, good.tolist(), strict=True) if is_good]
-        statuses, ok = self.statuses, GetStatus.OK
+        good = record.whole_headers(headers, wanted, checksums) & is_finished
+        if len(good) == len(self.names) and good.all():
+            self.statuses = [GetStatus.OK] * len(good)
+            self._begun.clear()
+            return len(good)
+        accepted = [self.asked[row] for row in good.nonzero()[0].tolist()]
         for each in accepted:
-            statuses[each] = ok
+            self.statuses[each] = GetStatus.OK
         self._begun.difference_update(accepted)
         return len(accepted)
 

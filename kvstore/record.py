@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -72,35 +71,36 @@ assert LAYOUT["key"].itemsize == limits.KEY_BYTES and LAYOUT["token_digest"].ite
 
 def expected_headers(
     space_id: SpaceId,
-    keys: bytes,
-    token_digests: bytes,
+    keys: npt.NDArray[np.void],
+    token_digests: npt.NDArray[np.void],
     payload_bytes: npt.NDArray[np.int64],
     places: npt.NDArray[np.void],
 ) -> npt.NDArray[np.void]:
     """What the headers of uncompressed records of these blocks must be, one a block.
 
-    ``keys`` and ``token_digests``: packed, in order. ``places``: a structured array with ``segment``, ``generation``
-    and ``offset`` (of the record).
+    ``keys`` and ``token_digests``: as ``LAYOUT`` has them, in order. ``places``: a structured array with ``segment``,
+    ``generation`` and ``offset`` (of the record).
     """
     wanted = np.zeros(len(places), LAYOUT)
     wanted["magic"], wanted["version"], wanted["header_bytes"] = RECORD_MAGIC, RECORD_VERSION, HEADER_BYTES
     for name in ("segment", "generation", "offset"):
         wanted[name] = places[name]
-    wanted["key"] = np.frombuffer(keys, LAYOUT["key"])
-    wanted["token_digest"] = np.frombuffer(token_digests, LAYOUT["token_digest"])
+    wanted["key"], wanted["token_digest"] = keys, token_digests
     wanted["space_id"] = np.frombuffer(space_id, LAYOUT["space_id"])
     wanted["stored_bytes"] = wanted["payload_bytes"] = payload_bytes
     return wanted
 
 
-def whole_headers(data: bytes, wanted: npt.NDArray[np.void], checksums: Sequence[int]) -> npt.NDArray[np.bool_]:
+def whole_headers(
+    data: bytes, wanted: npt.NDArray[np.void], checksums: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
     """Which of the headers read (``data``: one after another) are the ones expected, undamaged, unmarked, and of
     payloads with these XXH3-64.
     """
     headers = np.frombuffer(data, LAYOUT)
     words = np.frombuffer(data, np.uint64) ^ wanted.view(np.uint64)
     good = ~(words.reshape(len(wanted), -1) & _COMPARED).any(axis=1)
-    good &= headers["checksum"] == np.array(checksums, np.uint64)
+    good &= headers["checksum"] == checksums
     crc32 = zlib.crc32
     crcs = [crc32(data[at : at + CRC_OFFSET]) for at in range(0, len(data), HEADER_BYTES)]
     return np.asarray(good & (headers["crc"] == np.array(crcs, np.uint32)))

@@ -63,15 +63,15 @@ def _get_local(
     until_s = monotonic() + peer.lease_s  # the lease begins later than this clock is read, so it ends later
     rows = hold.ask_sized(Call(wire.Opcode.EXTENTS, body, bulk=True), extents.rows_bytes(len(scatter.asked)), take)
     lent = scatter.settle_rows(rows)
-    plan = extents.plan(rows, lent, [scatter.sizes[at] for at in scatter.asked])
+    plan = extents.plan(rows, lent, scatter.asked_sizes())
     count = 0
     try:
         if plan.order:
             if max(plan.files) >= len(peer.fds):
                 raise ProtocolError("a node lent a block of a file whose descriptor did not come")
-            local.read_extents(plan, peer.fds, scatter, usable, peer.pages, peer.helper)
+            local.read_extents(plan, peer.fds, scatter, usable, peer.pages)
     finally:
-        count = scatter.believe(space_id, plan, rows)
+        count = scatter.believe(space_id, rows)
         if plan.order:
             hold.tell(wire.Opcode.RELEASE)
     if count == len(rows):

@@ -143,7 +143,7 @@ def read_all(space: SpaceId, rows: Rows, fds: Sequence[int | None], scatter: Sca
     """As a client that takes no notice of the time."""
     plan = extents.plan(rows, scatter.settle_rows(rows), scatter.sizes)
     local.read_extents(plan, fds, scatter, lambda: True, PageReader())
-    scatter.believe(space, plan, rows)
+    scatter.believe(space, rows)
 
 
 # --- bytes and leases -----------------------------------------------------------------------------------------------
@@ -158,6 +158,19 @@ def test_a_get_comes_from_the_files_and_holds_nothing_afterwards(bench: Bench) -
     assert buffers == [payload_of(name, SIZE) for name in asked]
     assert bench.client.stats()["client"]["blocks_got_local"] == 32
     wait_for(lambda: bench.leases == 0)
+
+
+def test_blocks_of_several_lengths_come_byte_for_byte(bench: Bench) -> None:
+    """Many reads of the kernel, of one record or of neighbours, whose checksums are taken together."""
+    names = list(a_chain(bench.space, 200, seed=7).names)
+    sizes = [1 + (at * 7919) % 90_000 for at in range(200)]
+    puts = [puts_of([name], size)[0] for name, size in zip(names, sizes, strict=True)]
+    assert set(bench.node.put(bench.space, puts, traffic_class=AGENT)) == {PutOutcome.STORED}
+    for order in (range(200), range(199, -1, -3), range(0, 200, 2)):
+        buffers = [bytearray(sizes[at]) for at in order]
+        assert bench.client.get_into(bench.space, [names[at] for at in order], buffers) == [OK] * len(order)
+        assert buffers == [payload_of(names[at], sizes[at]) for at in order]
+    assert bench.client.stats()["client"]["blocks_got_local"] == 200 + 67 + 100
 
 
 def test_ten_thousand_gets_leave_no_lease_and_no_descriptor(bench: Bench) -> None:

@@ -32,6 +32,7 @@ from kvstore.keys import BlockKey, SpaceId, TokenDigest
 from kvstore.limits import PAYLOAD_BYTES_MAX
 from kvstore.record import CRC_OFFSET
 
+FIELDS = ("key", "token_digest")
 PLACE = np.dtype([("segment", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
 
 keys = st.binary(min_size=32, max_size=32)
@@ -120,8 +121,9 @@ def test_every_bit_of_a_header_counts_for_a_reader() -> None:
     def is_believed(data: bytes, header: RecordHeader = header, at: np.void = place[0]) -> bool:
         names = header.space_id, header.key, header.token_digest
         lengths = np.array([header.payload_bytes], np.int64)
-        wanted = record.expected_headers(*names, lengths, np.array([at], PLACE))
-        many = record.whole_headers(data, wanted, [header.checksum]).tolist()
+        key, token_digest = (np.array([each], record.LAYOUT[of]) for each, of in zip(names[1:], FIELDS, strict=True))
+        wanted = record.expected_headers(names[0], key, token_digest, lengths, np.array([at], PLACE))
+        many = record.whole_headers(data, wanted, np.array([header.checksum], np.uint64)).tolist()
         where = (int(at["segment"]), int(at["generation"]), int(at["offset"]))
         one = record.is_whole(bytearray(data), *names, header.payload_bytes, where, header.checksum)
         assert [one] == many
