@@ -17,6 +17,7 @@ from kvstore.daemon.durability import GroupCommit
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import key_words
 from kvstore.daemon.segment import Segment
+from kvstore.errors import Unavailable
 from kvstore.keys import BlockKey, SpaceId
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,11 @@ class Confirmations:
 
     def lost(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: int, deadline_s: float) -> set[int]:
         """Positions of stored blocks that the disk did not take: they are let go of. A block that was removed since it
-        was stored is not among them. Raises DeadlineExceeded.
+        was stored is not among them. Raises DeadlineExceeded, or Unavailable where the store has ended.
         """
         with self._ledger.lock:
+            if self._ledger.index.closed:
+                raise Unavailable("the store is closing")
             volatile = self._volatile(space_id, keys)
             self._owed.update(place.segment for _, place in volatile)
         if not volatile:
@@ -46,6 +49,8 @@ class Confirmations:
             self._ledger.counters.write_errors += 1
             log.error("flush_failed problem=%r", error)
         with self._ledger.lock:
+            if self._ledger.index.closed:  # no row and no segment is left to ask
+                return {at for at, place in volatile if not place.segment.is_durable(place.offset)}
             volatile = self._volatile(space_id, keys)
             for _, place in volatile:
                 place.segment.leases += 1  # not recycled before it is marked, beside lookups

@@ -6,15 +6,19 @@ import errno
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from kvstore.daemon.fsck import check
-from kvstore.store import AckLevel, BlockPut, GetStatus, PutOutcome
-from kvstore.testing import ManualClock
-from kvstore.traffic import AGENT
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.limits import MIB
+from kvstore.purges import PurgeOrder
+from kvstore.store import FLAG_APPROXIMATE, AckLevel, BlockPut, GetStatus, Pin, Presence, PutOutcome
+from kvstore.testing import DAY_S, TEST_RULES, ManualClock
+from kvstore.traffic import AGENT, ClassRules
 from tests.support.faults import Gate, GatedFiles
 from tests.support.nodes import open_node, puts_of, read
 from tests.support.spaces import a_chain, a_space
@@ -114,3 +118,295 @@ def test_a_write_that_fails_half_way_costs_those_behind_it_nothing(rig: Rig, err
     gate.open()
     assert [each.result(WAIT_S) for each in (first, *others)] == [[STORED] * 4] * 3
     rig.has_all(rig.first, rig.second, rig.third)
+
+
+def test_a_disk_that_stays_full_refuses_the_whole_line_and_keeps_what_was_there(rig: Rig) -> None:
+    """Nothing of it is found later either, and everything of it finds room once there is some."""
+    gate, first = rig.held(rig.first, errno.ENOSPC)
+    second = rig.begin_put(rig.second)
+    rig.in_line(2)
+    rig.files.errors["pwritev"] = errno.ENOSPC
+    gate.open()
+    assert first.result(WAIT_S) == second.result(WAIT_S) == [PutOutcome.REFUSED] * 4
+    rig.files.errors.clear()
+    assert rig.statuses(rig.first + rig.second) == {GetStatus.MISS}
+    rig.node.sweep(apply=True)
+    assert rig.put(rig.first) == rig.put(rig.second) == [STORED] * 4
+    rig.has_all(rig.first, rig.second)
+
+
+@pytest.mark.parametrize("error", [0, errno.EIO])
+def test_one_key_from_two_clients_is_stored_once(rig: Rig, error: int) -> None:
+    """The second is answered no earlier than the bytes are there, whatever becomes of the first's first attempt."""
+    gate, first = rig.held(rig.first, error)
+    second = rig.begin_put(rig.first[2:] + rig.second)
+    rig.waiting_alone()
+    assert not second.done()
+    gate.open()
+    outcomes = first.result(WAIT_S) + second.result(WAIT_S)
+    assert sorted(outcomes) == [STORED] * 8 + [PutOutcome.TOUCHED] * 2
+    rig.has_all(rig.first, rig.second)
+
+
+def test_a_touch_of_what_is_not_on_disk_yet_waits_for_the_disk(rig: Rig) -> None:
+    """A key that another client put is acknowledged at level ``disk`` only once its bytes are there: a flush that began
+    before them is none of theirs.
+    """
+    gate = rig.files.hold_flush()
+    before = rig.begin_put(rig.second, "disk")
+    gate.wait()
+    assert rig.put(rig.first) == [STORED] * 4
+    touch = rig.begin_put(rig.first, "disk")
+    flushes = rig.files.calls.get("fdatasync", 0)
+    gate.open()
+    assert touch.result(WAIT_S) == [PutOutcome.TOUCHED] * 4
+    assert before.result(WAIT_S) == [STORED] * 4
+    assert rig.files.calls["fdatasync"] == flushes + 2
+
+
+def test_a_disk_that_refuses_to_flush_acknowledges_neither(rig: Rig) -> None:
+    """Neither who stored a block nor who touched it meanwhile: both are told, and nobody is served it."""
+    gate, first = rig.held(rig.first, ack="disk")
+    second = rig.begin_put(rig.first, "disk")
+    rig.waiting_alone()
+    rig.files.errors["fdatasync"] = errno.EIO
+    gate.open()
+    assert first.result(WAIT_S) == [PutOutcome.REFUSED] * 4
+    assert second.result(WAIT_S) == [PutOutcome.REFUSED] * 4
+    rig.files.errors.clear()
+    assert rig.statuses(rig.first) == {GetStatus.MISS}
+    rig.node.sweep(apply=True)
+    assert rig.put(rig.first, "disk") == [STORED] * 4
+    assert rig.statuses(rig.first) == {GetStatus.OK}
+
+
+def test_levels_do_not_wait_for_each_other(rig: Rig) -> None:
+    """What is to be on disk is acknowledged while the put behind it still writes."""
+    gate, first = rig.held(rig.first, ack="disk")
+    behind = rig.files.hold(rig.second[0].name.key)
+    second = rig.begin_put(rig.second)
+    rig.in_line(2)
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    behind.wait()
+    assert not second.done()
+    behind.open()
+    assert second.result(WAIT_S) == [STORED] * 4
+    rig.has_all(rig.first, rig.second)
+
+
+def test_an_exact_block_replaces_the_approximate_one_that_is_under_way(rig: Rig) -> None:
+    """And an approximate one behind an exact one is a touch."""
+    rough = [replace(put, payload=put.payload[::-1], flags=FLAG_APPROXIMATE) for put in rig.first]
+    gate, first = rig.held(rough)
+    second = rig.begin_put(rig.first)
+    rig.waiting_alone()
+    third = rig.begin_put(rough)
+    rig.waiting_alone(2)
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    found = {tuple(each.result(WAIT_S)) for each in (second, third)}
+    assert found == {(PutOutcome.REPLACED,) * 4, (PutOutcome.TOUCHED,) * 4}
+    rig.has_all(rig.first)
+
+
+def test_bytes_that_change_while_a_put_waits_are_found(rig: Rig) -> None:
+    """The memory is a client's, and that dies or goes on in the middle of its put: its block is refused, those behind
+    it are not.
+    """
+    buffers = [bytearray(put.payload) for put in rig.second]
+    shared = [replace(put, payload=memoryview(data)) for put, data in zip(rig.second, buffers, strict=True)]
+    gate, first = rig.held(rig.first)
+    second = rig.begin_put(shared)
+    rig.in_line(2)
+    third = rig.begin_put(rig.third)
+    rig.in_line(3)
+    buffers[1][17] ^= 1
+    gate.open()
+    assert first.result(WAIT_S) == third.result(WAIT_S) == [STORED] * 4
+    assert second.result(WAIT_S) == [STORED, PutOutcome.ALTERED, STORED, STORED]
+    assert rig.statuses(rig.second[1:2]) == {GetStatus.MISS}
+    assert rig.put(rig.second[1:2]) == [STORED]
+    rig.has_all(rig.first, rig.second, rig.third)
+
+
+def test_a_deadline_that_passes_in_the_queue_leaves_nothing(rig: Rig) -> None:
+    """One that has to wait until nothing is under way gives up, and nothing of it is ever found; one that is in line
+    already is answered when its turn has come.
+    """
+    gate, first = rig.held(rig.first)
+    for puts in (rig.first[:2] + rig.third[:2], rig.third[:1]):
+        with pytest.raises(DeadlineExceeded):
+            rig.put(puts, deadline_s=0.02)
+    second = rig.begin(lambda: rig.put(rig.second, deadline_s=0.2))
+    rig.in_line(2)
+    gate.open()
+    assert first.result(WAIT_S) == second.result(WAIT_S) == [STORED] * 4
+    assert rig.statuses(rig.third) == {GetStatus.MISS}
+    rig.has_all(rig.first, rig.second)
+    assert rig.statuses(rig.third) == {GetStatus.MISS}
+
+
+# --- other verbs beside a put -----------------------------------------------------------------------------------------
+
+
+def test_what_is_under_way_is_a_miss_and_delays_no_question(rig: Rig) -> None:
+    """Gets, look-ups, scans and figures are answered meanwhile, and know of whole blocks only."""
+    gate, first = rig.held(rig.first)
+    names = [put.name for put in rig.before + rig.first]
+    assert list(rig.node.lookup(rig.space, names).presence) == [Presence.PRESENT, *[Presence.NEVER] * 4]
+    assert rig.statuses(rig.first) == {GetStatus.MISS}
+    assert rig.statuses(rig.before) == {GetStatus.OK}
+    assert [info.key for info in rig.node.scan()[0]] == [put.name.key for put in rig.before]
+    assert rig.node.touch(rig.space, names, traffic_class=AGENT) == 1
+    assert rig.node.stats()["blocks"] == 1
+    assert not first.done()
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    rig.has_all(rig.first)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_deletion_takes_what_is_under_way_before_it(rig: Rig, whole: bool) -> None:
+    """It is acknowledged when that has gone too, for good; what is put after it stays."""
+    gate, first = rig.held(rig.first)
+    keys = [put.name.key for put in rig.first]
+    deletion = rig.begin(lambda: rig.node.delete_space(rig.space) if whole else rig.node.delete(rig.space, keys))
+    rig.waiting_alone()
+    later = rig.begin_put(rig.second)
+    rig.waiting_alone(2)
+    assert not deletion.done()
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    deleted, after = deletion.result(WAIT_S), later.result(WAIT_S)
+    assert after == [STORED] * 4
+    assert 4 <= deleted <= 4 + whole * 5
+    gone = rig.first if deleted < 9 else rig.first + rig.second
+    for lose_index in (False, True):
+        assert rig.statuses(gone) == {GetStatus.MISS}
+        rig.reopen(lose_index=lose_index)
+    assert rig.statuses(gone) == {GetStatus.MISS}
+
+
+def test_an_order_leaves_no_byte_of_what_was_under_way(rig: Rig) -> None:
+    """Neither of a put that ended before it, nor of one behind whose write failed half way."""
+    gate, first = rig.held(rig.first)
+    broken = rig.files.hold(rig.second[0].name.key, errno.EIO)
+    second = rig.begin_put(rig.second)
+    rig.in_line(2)
+    order = PurgeOrder("0" * 31 + "1", (rig.space,), None, int(rig.clock.now_s()))
+    purge = rig.begin(lambda: rig.node.purge(order))
+    rig.waiting_alone()
+    gate.open()
+    broken.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    assert purge.result(WAIT_S).answers[""].done
+    second.result(WAIT_S)
+    if rig.statuses(rig.second) == {GetStatus.OK}:  # it was put again after the order
+        assert rig.node.delete_space(rig.space) == 4
+        rig.node.register_space(a_space())
+        assert rig.node.purge(replace(order, order_id="0" * 31 + "2")).answers[""].done
+    data = b"".join(path.read_bytes() for path in rig.path.glob("volume-0/segments/*.seg"))
+    assert not any(put.payload[:64] in data for put in rig.before + rig.first + rig.second)
+
+
+@pytest.mark.parametrize("days", [1, 9])
+def test_a_change_of_policy_reaches_what_is_under_way(rig: Rig, days: int) -> None:
+    """Its blocks are kept as the new rules say, also where they lie in a segment of the old rules' day."""
+    gate, first = rig.held(rig.first)
+    rules = ClassRules(tuple(replace(rule, keep_for_s=days * DAY_S) for rule in TEST_RULES.rules))
+    version = rig.node.policy().version
+    change = rig.begin(lambda: rig.node.set_policy(rules, "other", expected_version=version, apply=True))
+    rig.waiting_alone()
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    assert change.result(WAIT_S).blocks == 0
+    for lose_index in (False, True):
+        until_s = {int(info.keep_until_s) for info in rig.node.scan()[0]}
+        assert until_s == {int(rig.clock.now_s()) + days * DAY_S}
+        rig.reopen(lose_index=lose_index)
+    rig.clock.advance(days * DAY_S - 1)
+    assert rig.statuses(rig.first) == {GetStatus.OK}
+    rig.clock.advance(1)
+    assert rig.statuses(rig.first) == {GetStatus.MISS}
+
+
+def test_a_pin_tells_the_truth_of_what_is_under_way(rig: Rig) -> None:
+    """A block is pinned if the answer says so, and only then; the put goes on either way."""
+    gate, first = rig.held(rig.first)
+    pins = [Pin(rig.space, put.name.key, "test", "") for put in rig.before + rig.first]
+    pinning = rig.begin(lambda: rig.node.pin(pins))
+    rig.waiting_alone()
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    pinned = pinning.result(WAIT_S)
+    rig.clock.advance(30 * DAY_S)
+    rig.node.sweep(apply=True)
+    assert len(rig.node.scan()[0]) == pinned == len(rig.node.pins())
+
+
+def test_a_sweep_takes_what_expired_and_nothing_that_is_under_way(rig: Rig) -> None:
+    """It waits for the put, in whose segment the expired block lies, and frees the segment only of what is dead."""
+    rig.clock.advance(3 * DAY_S - 2)
+    gate, first = rig.held(rig.first)
+    rig.clock.advance(3)
+    sweep = rig.begin(lambda: rig.node.sweep(apply=True))
+    rig.waiting_alone()
+    second = rig.begin_put(rig.second)
+    rig.waiting_alone(2)
+    gate.open()
+    assert first.result(WAIT_S) == second.result(WAIT_S) == [STORED] * 4
+    assert sweep.result(WAIT_S).blocks == 1
+    assert rig.statuses(rig.before) == {GetStatus.MISS}
+    for lose_index in (False, True):
+        assert rig.statuses(rig.first + rig.second) == {GetStatus.OK}
+        rig.reopen(lose_index=lose_index)
+    assert rig.statuses(rig.first + rig.second) == {GetStatus.OK}
+
+
+def test_a_scrub_sees_whole_records_only(rig: Rig) -> None:
+    """It goes through the segment of a put that stands in the middle of a record, and finds no damage."""
+    scrubber = rig.node._shards[0].scrubber(MIB, rig.clock)
+    gate, first = rig.held(rig.first)
+    while scrubber.turn():
+        pass
+    assert scrubber.stats()["scrub_bytes"] > 0
+    assert not first.done()
+    gate.open()
+    assert first.result(WAIT_S) == [STORED] * 4
+    assert scrubber.stats()["scrub_damaged"] == rig.node.stats()["quarantined"] == 0
+    scrubber.stop(save=False)
+    rig.has_all(rig.first)
+
+
+def test_a_close_ends_what_is_under_way_and_begins_nothing(rig: Rig) -> None:
+    """What is acknowledged meanwhile is there after the next start; what comes later is told that the store closes."""
+    gate, first = rig.held(rig.first)
+    second = rig.begin_put(rig.second)
+    rig.in_line(2)
+    closing = rig.begin(rig.node.close)
+    rig.waiting_alone()
+    with pytest.raises(Unavailable):
+        rig.put(rig.third)
+    assert not closing.done()
+    gate.open()
+    closing.result(WAIT_S)
+    assert first.result(WAIT_S) == second.result(WAIT_S) == [STORED] * 4
+    rig.reopen()
+    assert rig.statuses(rig.before + rig.first + rig.second) == {GetStatus.OK}
+    assert rig.statuses(rig.third) == {GetStatus.MISS}
+
+
+def test_a_close_whose_flush_fails_acknowledges_nothing_on_disk(rig: Rig) -> None:
+    """A put that waits for the disk when the store ends is told that the disk refused, not that all is well."""
+    gate = rig.files.hold_flush()
+    put = rig.begin_put(rig.first, "disk")
+    gate.wait()
+    rig.files.errors["fdatasync"] = errno.EIO
+    closing = rig.begin(rig.node.close)
+    lock = rig.node._shards[0]._ledger.lock
+    wait(lambda: not lock.acquire(blocking=False) or lock.release(), "close that flushes")
+    gate.open()
+    closing.result(WAIT_S)
+    assert put.result(WAIT_S) == [PutOutcome.REFUSED] * 4
+    rig.reopen()
