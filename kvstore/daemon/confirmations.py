@@ -37,7 +37,7 @@ class Confirmations:
         was stored is not among them. Raises DeadlineExceeded, or Unavailable where the store has ended.
         """
         with self._ledger.lock:
-            if self._ledger.index.closed:
+            if self._has_ended():
                 raise Unavailable("the store is closing")
             volatile = self._volatile(space_id, keys)
             self._owed.update(place.segment for _, place in volatile)
@@ -49,7 +49,7 @@ class Confirmations:
             self._ledger.counters.write_errors += 1
             log.error("flush_failed problem=%r", error)
         with self._ledger.lock:
-            if self._ledger.index.closed:  # no row and no segment is left to ask
+            if self._has_ended():  # no row and no segment is left to ask
                 return {at for at, place in volatile if not place.segment.is_durable(place.offset)}
             volatile = self._volatile(space_id, keys)
             for _, place in volatile:
@@ -60,6 +60,9 @@ class Confirmations:
             for _, place in volatile:
                 self._ledger.give_back(place)
         return {at for at, _ in volatile}
+
+    def _has_ended(self) -> bool:
+        return self._ledger.index.closed
 
     def _volatile(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> list[tuple[int, Place]]:
         """Positions and places of blocks that are here but not on disk, as far as the disk can be believed."""

@@ -253,6 +253,11 @@ def test_a_flush_in_the_middle_of_an_append_does_not_leave_it_unconfirmed(tmp_pa
     assert not segment.is_durable(header.offset)
     segment.sync(if_dirty=True)
     assert segment.is_durable(header.offset)
+    begin = segment.tail
+    segment.append_ahead([bytes(RECORD_ALIGN)], RECORD_ALIGN)
+    assert segment.count(begin, RECORD_ALIGN)
+    segment.sync(if_dirty=True)
+    assert segment.durable_end == segment.end
 
 
 def test_a_flush_in_the_middle_of_a_new_life_confirms_nothing_of_it(tmp_path: Path) -> None:
