@@ -45,6 +45,8 @@ TokenDigest = NewType("TokenDigest", bytes)
 
 KEY_ALGORITHM = "blake3-chain-1"
 """Named in HELLO and in the space: a peer with another algorithm is refused, never silently missed."""
+OPAQUE_ALGORITHM = "blake3-opaque-1"
+"""Of a space whose blocks have an engine's own hashes for names (``opaque_name``): no token ids lead to them."""
 
 SPACE_CONTEXT = "reprise-kv 2026 space id"
 _BLOCK = blake3(b"", derive_key_context="reprise-kv 2026 block key").digest()
@@ -134,6 +136,11 @@ class Space:
             raise ValueError("a space has at least one attention group")
         if len(encode_space(self)) > SPACE_BYTES_MAX:
             raise ValueError(f"the space encodes to more than {SPACE_BYTES_MAX} bytes")
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether an engine names the blocks here, so that token ids do not."""
+        return self.key_algorithm == OPAQUE_ALGORITHM
 
 
 def encode_space(space: Space) -> bytes:

@@ -85,6 +85,14 @@ def roots_of(tokens: Sequence[int], spaces: Mapping[SpaceId, Space]) -> dict[Spa
     return found
 
 
+def opaque_note(spaces: int) -> str:
+    """What is said of spaces that a purge by tokens does not look through."""
+    return (
+        f"{spaces} space{'' if spaces == 1 else 's'} not looked through: an engine names the blocks there by hashes of "
+        "its own, to which no token ids lead (--space, --tenant, --class and --older-than reach them)"
+    )
+
+
 def spaces_of_model(model: str | None, spaces: Mapping[SpaceId, Space]) -> dict[SpaceId, Space]:
     """Those of one model; of None, all, if they are of one. Raises SelectionInvalid: tokens mean another text there."""
     models = sorted({space.model for space in spaces.values()})

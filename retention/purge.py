@@ -39,6 +39,7 @@ class Purge:
     tells whether they descend from it. They cannot hit before that gap is filled again.
     ``whole_spaces``: all states of the spaces go too; else those under the blocks. A store does not count them.
     ``shared_blocks``: of a purge by class, blocks that stay for the other classes that use them.
+    ``opaque_spaces``: of a purge by tokens, spaces that were not looked through, since engines name their blocks.
     """
 
     applied: bool
@@ -47,6 +48,7 @@ class Purge:
     loose_blocks: int = 0
     whole_spaces: bool = False
     shared_blocks: int = 0
+    opaque_spaces: int = 0
 
     @property
     def blocks_total(self) -> int:

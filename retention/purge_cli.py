@@ -20,7 +20,7 @@ from retention import report
 from retention.errors import NothingMatched, SelectionInvalid
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, YesOption
 from retention.policy_cli import AuthorOption, me
-from retention.prefixes import read_tokens, tokens_of_text
+from retention.prefixes import opaque_note, read_tokens, tokens_of_text
 from retention.purge import Purge
 from retention.receipt import read_public_key, read_receipt, read_secret_key, sign_receipt, write_key
 from retention.selection import Selection, Why, order_of, purge_of
@@ -108,7 +108,9 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
             why = Why(author or me(), reason, overwrite)
             try:
                 if apply and proof is not None and sign_key is not None:
-                    order = order_of(session, selection, why)
+                    order, opaque_spaces = order_of(session, selection, why)
+                    if opaque_spaces:
+                        typer.echo(opaque_note(opaque_spaces), err=True)
                     confirm(f"purge {_extent(order)} to the last byte?", yes=yes)
                     _carry_out(session, order, proof, sign_key)
                     return

@@ -21,6 +21,7 @@ from kvstore.units import format_bytes, format_bytes_short, format_duration
 from kvstore.wording import printable, span, utc
 from retention.planner import UNTOUCHED, Usage
 from retention.policy import ClassChange, diff_policies, size_text
+from retention.prefixes import opaque_note
 from retention.purge import Purge
 from retention.receipt import Receipt
 from retention.sweeper import SweepReport
@@ -145,6 +146,7 @@ def purge_json(purge: Purge) -> Json:
         "payload_bytes": purge.payload_bytes,
         "loose_blocks": purge.loose_blocks,
         "shared_blocks": purge.shared_blocks,
+        "opaque_spaces": purge.opaque_spaces,
         "whole_spaces": purge.whole_spaces,
         "spaces": {space_id.hex(): count for space_id, count in purge.blocks.items()},
     }
@@ -309,7 +311,7 @@ def purge_line(purge: Purge) -> str:
             f"; {_blocks(purge.loose_blocks)} of the space lie behind a gap and cannot be told to extend the prefix or "
             "not (purge the space to be sure)"
         )
-    return line
+    return f"{line}; {opaque_note(purge.opaque_spaces)}" if purge.opaque_spaces else line
 
 
 def receipt_lines(receipt: Receipt, path: Path) -> list[str]:

@@ -18,7 +18,7 @@ from kvstore.purges import PURGE_KEYS_MAX, PurgeOrder
 from kvstore.store import Store
 from kvstore.traffic import CLASS_MAX
 from retention.errors import NothingMatched, SelectionInvalid
-from retention.prefixes import roots_of, spaces_of_model
+from retention.prefixes import opaque_note, roots_of, spaces_of_model
 from retention.purge import (
     Purge,
     home_of,
@@ -102,15 +102,19 @@ def purge_of(session: Session, selection: Selection, why: Why) -> Callable[[bool
         return lambda apply: purge_part(store, order, apply=apply, deadline_s=deadline_s)
     if selection.tokens is None:
         return lambda apply: purge_spaces(store, tuple(spaces), apply=apply, deadline_s=deadline_s)
-    prefixes = _prefixes_of(selection, spaces)
-    return lambda apply: _purge_prefixes(session, prefixes, apply=apply)
+    prefixes, opaque_spaces = _prefixes_of(selection, spaces)
+    return lambda apply: _purge_prefixes(session, prefixes, opaque_spaces, apply=apply)
 
 
-def order_of(session: Session, selection: Selection, why: Why) -> PurgeOrder:
-    """What the chosen purge orders of the nodes that answer. Raises SelectionInvalid or NothingMatched."""
+def order_of(session: Session, selection: Selection, why: Why) -> tuple[PurgeOrder, int]:
+    """What the chosen purge orders of the nodes that answer; and how many spaces its tokens do not lead into.
+
+    Raises SelectionInvalid or NothingMatched.
+    """
     store, deadline_s = session.store, session.deadline_s
     spaces: tuple[SpaceId, ...]
     keys: tuple[BlockKey, ...] | None = None
+    opaque_spaces = 0
     if selection.prefix is not None:
         root = parse_key(selection.prefix)
         home = home_of(store, root, deadline_s)
@@ -118,11 +122,12 @@ def order_of(session: Session, selection: Selection, why: Why) -> PurgeOrder:
     else:
         known = _spaces_of(selection, _known_spaces(session))
         if selection.by_part:
-            return _part_of(session, selection, known, why, erase=True)
+            return _part_of(session, selection, known, why, erase=True), 0
         spaces = tuple(known)
         if selection.tokens is not None:
-            keys = _keys_of(session, _prefixes_of(selection, known))
-    return _order(session, selection, spaces, why, keys=keys, overwrite=why.overwrite)
+            prefixes, opaque_spaces = _prefixes_of(selection, known)
+            spaces, keys = tuple(prefix.space_id for prefix in prefixes), _keys_of(session, prefixes, opaque_spaces)
+    return _order(session, selection, spaces, why, keys=keys, overwrite=why.overwrite), opaque_spaces
 
 
 def _part_of(
@@ -173,22 +178,31 @@ def _spaces_of(selection: Selection, known: Mapping[SpaceId, Space]) -> dict[Spa
         chosen = spaces_of_tenant(selection.tenant, known)
     elif selection.space is not None:
         chosen = (match_space(selection.space, known),)
-    spaces = {space_id: known[space_id] for space_id in chosen}
-    return spaces if selection.tokens is None else spaces_of_model(selection.model, spaces)
+    return {space_id: known[space_id] for space_id in chosen}
 
 
-def _prefixes_of(selection: Selection, spaces: Mapping[SpaceId, Space]) -> tuple[_Prefix, ...]:
-    """What the token ids of a selection name in each space."""
+def _prefixes_of(selection: Selection, spaces: Mapping[SpaceId, Space]) -> tuple[tuple[_Prefix, ...], int]:
+    """What the token ids of a selection name in each space that they lead into; and in how many they name nothing."""
     if not spaces:
         raise NothingMatched("no space is registered")
-    roots = roots_of(selection.tokens or (), spaces)
-    return tuple(
+    named = {space_id: space for space_id, space in spaces.items() if not space.is_opaque}
+    opaque_spaces = len(spaces) - len(named)
+    if not named:
+        raise SelectionInvalid(opaque_note(opaque_spaces))
+    roots = roots_of(selection.tokens or (), spaces_of_model(selection.model, named))
+    prefixes = tuple(
         _Prefix(space_id, root.key, frozenset(root.before) if selection.from_start else frozenset())
         for space_id, root in roots.items()
     )
+    return prefixes, opaque_spaces
 
 
-def _purge_prefixes(session: Session, prefixes: tuple[_Prefix, ...], *, apply: bool) -> Purge:
+def _none_of_prefix(opaque_spaces: int) -> NothingMatched:
+    note = f"; {opaque_note(opaque_spaces)}" if opaque_spaces else ""
+    return NothingMatched(f"no stored block is of this prefix, or extends it{note}")
+
+
+def _purge_prefixes(session: Session, prefixes: tuple[_Prefix, ...], opaque_spaces: int, *, apply: bool) -> Purge:
     """Remove a prefix from every space that has it, or count. Raises NothingMatched if none has."""
     parts: list[Purge] = []
     for prefix in prefixes:
@@ -205,16 +219,17 @@ def _purge_prefixes(session: Session, prefixes: tuple[_Prefix, ...], *, apply: b
             continue
         parts.append(part)
     if not parts:
-        raise NothingMatched("no stored block is of this prefix, or extends it")
+        raise _none_of_prefix(opaque_spaces)
     return Purge(
         apply,
         {space_id: count for part in parts for space_id, count in part.blocks.items()},
         sum(part.payload_bytes for part in parts),
         sum(part.loose_blocks for part in parts),
+        opaque_spaces=opaque_spaces,
     )
 
 
-def _keys_of(session: Session, prefixes: tuple[_Prefix, ...]) -> tuple[BlockKey, ...]:
+def _keys_of(session: Session, prefixes: tuple[_Prefix, ...], opaque_spaces: int = 0) -> tuple[BlockKey, ...]:
     """The keys of all that prefixes cover. Raises NothingMatched, or SelectionInvalid if there are too many."""
     keys: list[BlockKey] = []
     for prefix in prefixes:
@@ -224,7 +239,7 @@ def _keys_of(session: Session, prefixes: tuple[_Prefix, ...]) -> tuple[BlockKey,
         except NothingMatched:
             continue
     if not keys:
-        raise NothingMatched("no stored block is of this prefix, or extends it")
+        raise _none_of_prefix(opaque_spaces)
     if len(keys) > PURGE_KEYS_MAX:
         raise SelectionInvalid(
             f"{len(keys)} blocks extend this prefix; a purge with proof names {PURGE_KEYS_MAX} at most: choose a "

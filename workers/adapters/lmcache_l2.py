@@ -27,7 +27,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.errors import StoreError
-from kvstore.keys import AttentionGroup, BlockName, Space, SpaceId, opaque_name, tenant_salt
+from kvstore.keys import OPAQUE_ALGORITHM, AttentionGroup, BlockName, Space, SpaceId, opaque_name, tenant_salt
 from kvstore.limits import BLOCK_TOKENS_MAX, LOOKUP_KEYS_MAX, PAYLOAD_BYTES_MAX
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.units import parse_bytes
@@ -126,6 +126,7 @@ def space_of(kind: Kind, options: Options) -> Space:
         block_tokens=options.chunk_tokens,
         groups=_INSIDE,
         epoch=options.settings.epoch,
+        key_algorithm=OPAQUE_ALGORITHM,
     )
 
 

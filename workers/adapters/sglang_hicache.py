@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvstore.errors import SpaceUnknown, StoreError
-from kvstore.keys import AttentionGroup, BlockName, ShardCoordinate, Space, opaque_name
+from kvstore.keys import OPAQUE_ALGORITHM, AttentionGroup, BlockName, ShardCoordinate, Space, opaque_name
 from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from workers.adapters.attachment import Attachment, OptionError, Settings
@@ -163,6 +163,7 @@ class RepriseHiCache(HiCacheStorage):
                 config.tp_rank if sharded else 0, config.tp_size if sharded else 1, config.pp_rank, config.pp_size
             ),
             epoch=self._settings.epoch,
+            key_algorithm=OPAQUE_ALGORITHM,
         )
 
     # --- interface v1: the anchor pool --------------------------------------------------------------------------------

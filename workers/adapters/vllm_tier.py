@@ -48,7 +48,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
-from kvstore.keys import AttentionGroup, Space, opaque_name
+from kvstore.keys import OPAQUE_ALGORITHM, AttentionGroup, Space, opaque_name
 from kvstore.limits import BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX
 from kvstore.store import GetStatus
 from workers.adapters.attachment import Attachment, OptionError, Settings, wishes_of
@@ -346,6 +346,7 @@ def space_of(spec: OffloadingSpec, settings: Settings, row_bytes: int) -> Space:
         block_tokens=min(max(_tokens_per_chunk(spec).values()), BLOCK_TOKENS_MAX),
         groups=tuple(_group(group.layer_names) for group in config.groups),
         epoch=settings.epoch,
+        key_algorithm=OPAQUE_ALGORITHM,
     )
 
 

@@ -6,7 +6,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,10 @@ from lmcache.cli.commands.bench.l2_adapter_bench.runner import bench_load, bench
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.platform import consume_fd
 
+from kvstore.client import StoreClient
+from kvstore.purges import PurgeOrder
+from kvstore.traffic import CHAT
+from retention.purge import Purge, purge_part, purge_spaces, spaces_of_tenant
 from tests.engines.lmcache.rig import (
     CHUNK_BYTES,
     LAYOUT,
@@ -236,6 +240,26 @@ def test_what_was_deleted_is_not_found_again(store: StoreProcess, l2: RepriseL2)
     store.begin()
     assert wait(lambda: found(after, keys)) == [1, 2]
     after.close()
+
+
+def test_an_operator_purges_chunks_by_tenant_class_and_age(store: StoreProcess, l2: RepriseL2) -> None:
+    """No tokens lead to them, and their space says so; what reaches all other blocks reaches them, too."""
+    client, now_s = StoreClient.connect([store.address]), int(time.time()) + 1
+    by_class = PurgeOrder("ab" * 16, (), None, now_s, class_byte=int(CHAT), erase=False)
+    by_age = PurgeOrder("cd" * 16, (), None, now_s, written_until_s=now_s, erase=False)
+    keys = [key(1, salt="alice"), key(2, salt="alice"), key(1, salt="bob")]
+    ways: tuple[tuple[Callable[[], Purge], list[int]], ...] = (
+        (lambda: purge_spaces(client, spaces_of_tenant("alice", client.spaces()), apply=True), [2]),
+        (lambda: purge_part(client, by_class, apply=True), []),
+        (lambda: purge_part(client, by_age, apply=True), []),
+    )
+    for way, left in ways:
+        assert stored(l2, keys).is_successful()
+        assert all(space.is_opaque for space in client.spaces().values())
+        assert way().blocks_total == len(keys) - len(left)
+        assert found(l2, keys) == left
+        assert l2.get_usage().total_bytes_used == len(left) * CHUNK_BYTES
+    client.close()
 
 
 def test_what_is_known_is_listed_page_by_page(l2: RepriseL2) -> None:

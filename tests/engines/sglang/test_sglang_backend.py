@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from kvstore.client import StoreClient
+from kvstore.purges import PurgeOrder
+from kvstore.traffic import CHAT
+from retention.purge import Purge, purge_part, purge_spaces
 from tests.engines.sglang.rig import PAGE, backend, config, fill, host, keys, mha, mla, page, slots, wait, wipe
 from tests.support.store_process import StoreProcess
 
@@ -319,6 +324,28 @@ def test_pools_whose_pages_have_no_addresses_go_through_a_copy(store: StoreProce
     assert taken == {"mamba": [True, True, False]}
     assert torch.equal(pool.rows[[6, 7, 5]], old[[1, 3, 5]])
     made.close()
+
+
+def test_an_operator_purges_pages_by_space_class_and_age(store: StoreProcess, made: Any, swa: Any) -> None:
+    """No tokens lead to them, and their space says so; what reaches all other blocks reaches them, too."""
+    client, now_s = StoreClient.connect([store.address]), int(time.time()) + 1
+    by_class = PurgeOrder("ab" * 16, (), None, now_s, class_byte=int(CHAT), erase=False)
+    by_age = PurgeOrder("cd" * 16, (), None, now_s, written_until_s=now_s, erase=False)
+    ways: tuple[Callable[[], Purge], ...] = (
+        lambda: purge_spaces(client, [*client.spaces()], apply=True),
+        lambda: purge_part(client, by_class, apply=True),
+        lambda: purge_part(client, by_age, apply=True),
+    )
+    for number, way in enumerate(ways):
+        pages = keys(2, first=10 * number)
+        assert made.batch_set_v1(pages, slots(0, 1)) == [True, True]
+        assert made.batch_set_v2([trailing(pages[1:], slots(0))]) == {PoolName.SWA: [True]}
+        assert all(space.is_opaque for space in client.spaces().values())
+        assert made.batch_exists_v2(pages, [trailing(pages[1:])]).kv_hit_pages == 2
+        assert way().blocks_total == 2 * 2 + 1 * 2
+        assert made.batch_exists(pages) == 0
+        assert made.batch_get_v2([trailing(pages[1:], slots(3))]) == {PoolName.SWA: [False]}
+    client.close()
 
 
 class Collector(StorageMetricsCollector):

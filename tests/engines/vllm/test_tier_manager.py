@@ -133,11 +133,12 @@ def test_what_makes_other_bytes_makes_other_names(open_tier: Open, change: dict[
 
 
 def test_the_space_tells_what_differs(open_tier: Open, node: StoreProcess) -> None:
-    """An operator reads in the space which engine, ranks and chunk it is."""
+    """An operator reads in the space which engine, ranks and chunk it is, and that no tokens lead to its blocks."""
     keep(open_tier(drive={"tensor_size": 2, "model": "who-is-it"}), fresh_keys(1))
     client = StoreClient.connect([node.address])
     [space] = [space for space in client.spaces().values() if space.model == "who-is-it"]
     client.close()
+    assert space.is_opaque
     assert "tp2 pp1" in space.layout
     assert "NHD" in space.layout
     assert f"{CHUNK_BYTES}-bytes" in space.layout
