@@ -21,6 +21,7 @@ from typing import Any
 from kvstore.errors import StoreError
 from kvstore.limits import GIB, KIB
 from ops.bench.attach_figures import standings, to_json
+from ops.bench.attach_parts import PARTS, TIER, Timetable
 from ops.bench.attach_prompts import Conversations, context_of
 from ops.bench.attach_runs import BenchFailed, Progress, Runs, Sample, Settings
 from ops.bench.attach_ways import ENVIRONMENT, ROOT, check, ways
@@ -38,8 +39,8 @@ QUICK_LENGTHS = (256, 512)
 CONTEXT_MAX = 8192 + 512
 TIER_CAPACITY_BYTES = GIB
 """Less than the tiers' bench writes before it measures: the node reuses its segments then, as for most of its life."""
-TIER_SHARE, TIER_S_MIN = 0.25, 90.0
-"""Of all the time, what the tiers may take, and what they may take however short it is."""
+TIER_S_MIN = 120.0
+"""What the tiers may take, however short their part of the time is: they are stopped, and then there are no figures."""
 FAILURES = (BenchFailed, ChildFailed, StoreError, TraceInvalid, OSError)
 
 
@@ -55,11 +56,13 @@ class Report:
     versions: dict[str, str]
     samples: list[Sample] = field(default_factory=list)
     replayed: Conversations | None = None
+    before_restart: int = 0
+    """Requests of the replay before its restart."""
     reusable_tokens: int = 0
     tier: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    rounds: int = 0
+    parts_s: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -86,13 +89,14 @@ class Report:
             "versions": self.versions,
             **to_json(self.samples),
             "replayed": {"name": replayed.name, "how": replayed.how} if replayed else None,
+            "before_restart": self.before_restart,
             "reusable_tokens": self.reusable_tokens,
             "tier": self.tier,
             "bars": [standing.to_json() for standing in self.standings()],
             "samples": [sample.to_json() for sample in self.samples],
             "skipped": self.skipped,
             "warnings": self.warnings,
-            "rounds": self.rounds,
+            "parts_s": self.parts_s,
             "seconds": self.seconds,
         }
 
@@ -104,6 +108,7 @@ def settings_of(
     minutes: float,
     lengths: Sequence[int] = LENGTHS,
     trace: Path | None = None,
+    parts: Sequence[str] = PARTS,
     cache_dir: Path | None = None,
     is_quick: bool = False,
     progress: Progress = lambda line: None,
@@ -111,6 +116,8 @@ def settings_of(
     """Settings from words. Raises ValueError, ModelUnavailable, OSError."""
     if trace is not None and not trace.is_file():
         raise ValueError(f"--trace: there is no file {trace}")
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise ValueError(f"--parts takes {', '.join(PARTS)}, not {', '.join(unknown)}")
     directory = resolve_model(model, cache_dir or default_cache_dir(), progress).directory
     lengths = QUICK_LENGTHS if is_quick else lengths
     settings = Settings(
@@ -121,37 +128,42 @@ def settings_of(
         document=DOCUMENT.read_text(encoding="utf-8"),
         seconds_max=60 * minutes,
         trace=trace,
+        parts=tuple(parts),
     )
     if not lengths or not all(settings.block_tokens <= length <= CONTEXT_MAX for length in lengths):
         raise ValueError(f"--lengths takes numbers from {settings.block_tokens} to {CONTEXT_MAX}")
     if is_quick:
-        settings = replace(settings, rounds=1, requests_max=4, per_start=4, replay_tokens_max=512, answer_tokens=4)
+        settings = replace(settings, pairs_max=2, requests_max=4, replay_tokens_max=512, answer_tokens=4)
     return settings
 
 
 def measure(settings: Settings, *, model: str, command: str, is_quick: bool, progress: Progress) -> Report:
     """Run everything. Raises EngineMissing, ValueError; what fails later is named in the report."""
     began_s = time.monotonic()
+    timetable = Timetable(settings.seconds_max, settings.parts)
     found = check(settings.python)
     report = Report(command, model, settings, is_quick, machine(None), {**versions(), **found})
     if (load := report.machine["load_average_before"][0]) > BUSY_LOAD and not is_quick:
         report.warnings.append(f"this machine was busy when the run began (load average {load:.1f}): figures are low")
     with tempfile.TemporaryDirectory(prefix="reprise-attach-", ignore_cleanup_errors=True) as folder:
         here = Path(folder)
-        _tier(report, here, progress)
-        _runs(report, here, progress, settings.seconds_max - (time.monotonic() - began_s))
+        if TIER in settings.parts:
+            with timetable.part(TIER) as ends_s:
+                _tier(report, here, progress, max(ends_s - time.monotonic(), TIER_S_MIN))
+        if set(settings.parts) - {TIER}:
+            _runs(report, here, progress, timetable)
+    report.parts_s = dict(timetable.spent_s)
     report.machine["load_average_after"] = os.getloadavg()
     report.seconds = time.monotonic() - began_s
     return report
 
 
-def _tier(report: Report, here: Path, progress: Progress) -> None:
+def _tier(report: Report, here: Path, progress: Progress, wait_s: float) -> None:
     """Our tier beside vLLM's file tier, in vLLM's environment, over a node of its own."""
     folder, log = here / "tier", here / "tier.log"
     command = [str(report.settings.python), "-m", "ops.bench.attach_tier", "--folder", str(folder / "files")]
     command += ["--rounds", "1", "--chunk-bytes", str(64 * KIB)] if report.quick else []
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    wait_s = max(TIER_SHARE * report.settings.seconds_max, TIER_S_MIN)
     progress("tiers of vLLM's offloading")
     try:
         store = StoreProcess.start(folder / "node", TIER_CAPACITY_BYTES)
@@ -172,17 +184,15 @@ def _tier(report: Report, here: Path, progress: Progress) -> None:
         progress(f"tier failed: {error}")
 
 
-def _runs(report: Report, here: Path, progress: Progress, seconds_max: float) -> None:
+def _runs(report: Report, here: Path, progress: Progress, timetable: Timetable) -> None:
     """Whole requests through engines, in what time is left; what was measured before a failure counts."""
     try:
         with ways(here / "ways") as made:
-            runs = Runs(
-                replace(report.settings, seconds_max=seconds_max), made, here, progress, report.samples, report.skipped
-            )
+            runs = Runs(report.settings, timetable, made, here, progress, report.samples, report.skipped)
             try:
                 runs.run()
             finally:
-                report.rounds, report.replayed = runs.rounds, runs.replayed
+                report.replayed, report.before_restart = runs.replayed, runs.before_restart
                 report.reusable_tokens = runs.reusable_tokens
     except FAILURES as error:
         report.skipped["what came after"] = str(error)

@@ -26,7 +26,8 @@ REPRISE_TIER, FS_TIER = "reprise", "fs"
 class Row:
     """One way at one length of prompt. Seconds are medians to the first token; None where nothing was measured.
 
-    ``tax``: cold, over no connector; ``tax_cpu``: the same of the process's CPU seconds, which neighbours disturb less.
+    ``tax``: cold, over no connector, with its least and its most; ``tax_cpu``: the same of the process's CPU seconds,
+    which neighbours disturb less.
     ``restarted``, ``chilled``: after a restart, over cold with no connector.
     ``hit``: tokens, after a restart, the least. ``device_bytes``: read from a device for a chilled one.
     """
@@ -37,6 +38,8 @@ class Row:
     prompts: int
     cold_s: float | None = None
     tax: float | None = None
+    tax_least: float | None = None
+    tax_most: float | None = None
     tax_cpu: float | None = None
     restart_s: float | None = None
     restarted: float | None = None
@@ -83,13 +86,16 @@ def _row(way: str, nominal: int, samples: Sequence[Sample], bare: Mapping[int, S
         for phase in ("cold", "restart", "chilled")
     }
     again = mine["restart"] + mine["chilled"]
+    taxes = [] if way == BARE else _over(mine["cold"], bare)
     return Row(
         way=way,
         nominal=nominal,
         tokens=max((one.tokens for one in mine["cold"]), default=0),
         prompts=len(mine["cold"]),
         cold_s=_median(one.ttft_s for one in mine["cold"]),
-        tax=None if way == BARE else _median(_over(mine["cold"], bare)),
+        tax=_median(taxes),
+        tax_least=min(taxes, default=None),
+        tax_most=max(taxes, default=None),
         tax_cpu=None if way == BARE else _median(_over(mine["cold"], bare, "ttft_cpu_s")),
         restart_s=_median(one.ttft_s for one in mine["restart"]),
         restarted=_median(_over(mine["restart"], bare)),
@@ -160,13 +166,14 @@ def standings(
 ) -> list[Standing]:
     """Every bar of a run. ``tier``: figures of tiers by name, empty if not measured; of a quick run no time counts."""
     again = [row.restarted for row in rows_of(samples) if (row.way, row.nominal) == (REPRISE, RESTART_TOKENS)]
+    mine = tier.get(REPRISE_TIER, {})
     differ = [float(one.tokens) for one in differing_of(samples) if one.way == REPRISE and one.compared]
     return [
         standing(RESTART_BAR, RESTART_SHARE_MAX, again[0] if again else None, at_least=False),
         standing(TAX_BAR, TAX_MAX, None if is_quick else tax_of(samples, REPRISE), at_least=False),
         standing("differing greedy tokens", 0.0, differ[0] if differ else None, at_least=False),
-        standing("tier: loads over fs", TIER_LOAD_MIN, _tier_ratio(tier, "load_gb_per_s"), at_least=True),
-        standing("tier: stores over fs", TIER_STORE_MIN, _tier_ratio(tier, "store_gb_per_s"), at_least=True),
+        standing("tier: loads over fs", TIER_LOAD_MIN, mine.get("load_over_fs"), at_least=True),
+        standing("tier: stores over fs", TIER_STORE_MIN, mine.get("store_over_fs"), at_least=True),
         standing("tier: scheduler time per step over fs", TIER_STEP_MAX, _tier_ratio(tier, "step_us"), at_least=False),
     ]
 

@@ -1,7 +1,7 @@
-"""What a run of the attach bench leaves behind: tables for people, a page with line of JSON, and a picture.
+"""What a run of the attach bench leaves behind: tables for people, a page with line of JSON and picture.
 
-Owns rows, words, the page and the drawing. Does not measure. Invariant: page, JSON and picture are of the same run and
-have the same stem.
+Owns rows, words and the page; the drawing is ``attach_picture``'s. Does not measure. Invariant: page, JSON and picture
+are of the same run and have the same stem.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ops.bench import plot
 from ops.bench.attach import Report
 from ops.bench.attach_figures import Differing, Replayed, Row, differing_of, replayed_of, rows_of
-from ops.bench.attach_ways import BARE, EXAMPLE, REPRISE
+from ops.bench.attach_picture import draw
+from ops.bench.attach_ways import BARE
 from ops.bench.tables import BARS, bar_row_of
 
 MB = 1e6
-TABLE_COLUMNS = 132
+TABLE_COLUMNS = 140
 LENGTHS = (
     "prompt",
     "way",
     "cold s",
     "tax",
+    "least..most",
+    "of",
     "CPU",
     "restart s",
     "of cold",
@@ -38,7 +40,6 @@ LENGTHS = (
 )
 REPLAY = ("way", "requests", "tokens", "hit rate", "of it external", "TTFT sum s", "p50 s")
 DIFFERING = ("way", "differing tokens", "of")
-COLOURS = {BARE: "#444444", EXAMPLE: "#c1666b", REPRISE: "#0b6e4f"}
 LEFT = ("way", "figure", *BARS)
 
 
@@ -74,7 +75,8 @@ def lines_of(report: Report) -> list[str]:
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines += [f"left out: {name}: {' '.join(reason.split())}" for name, reason in report.skipped.items()]
     before, after = report.machine["load_average_before"][0], report.machine["load_average_after"][0]
-    lines.append(f"{report.rounds} rounds; load average {before:.1f} before, {after:.1f} after; {report.seconds:.0f} s")
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.parts_s.items())
+    lines.append(f"time by part: {parts}; load average {before:.1f} before, {after:.1f} after; {report.seconds:.0f} s")
     return lines
 
 
@@ -83,7 +85,7 @@ def _replay_title(report: Report) -> str:
         return ""
     tokens = sum(len(turn.tokens) for turn in report.replayed.turns)
     return (
-        f"replay of {report.replayed.name}: {report.replayed.how}; engines killed every {report.settings.per_start} "
+        f"replay of {report.replayed.name}: {report.replayed.how}; engines killed after {report.before_restart} "
         f"requests; {report.reusable_tokens / max(tokens, 1):.1%} could be hit"
     )
 
@@ -98,6 +100,8 @@ def _length_row(row: Row) -> Sequence[str]:
         row.way,
         _number(row.cold_s, ".2f"),
         _number(row.tax, ".3f"),
+        "-" if row.tax is None else f"{row.tax_least:.2f}..{row.tax_most:.2f}",
+        str(row.prompts),
         _number(row.tax_cpu, ".3f"),
         _number(row.restart_s, ".3f"),
         _number(row.restarted, ".3f"),
@@ -162,55 +166,3 @@ def page_of(report: Report, stem: str) -> str:
         lines += [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
         lines.append("")
     return "\n".join([*lines, *(f"- {line}" for line in lines_of(report)), ""])
-
-
-def draw(report: Report, path: Path) -> None:
-    """Write a PNG: time to the first token by length, cold and after a restart. Raises PlotUnavailable, OSError."""
-    plot.check()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = rows_of(report.samples)
-    figure, axes = pyplot.subplots(1, 2, figsize=(14, 5.5), layout="constrained")
-    _seconds(axes[0], rows)
-    _tax(axes[1], rows)
-    figure.suptitle(
-        f"vLLM {report.vllm_version}, {report.model}, fp32: {report.rounds} rounds, engines killed and started again\n"
-        f"{report.machine.get('cpu', '')}, {report.machine.get('cpus', '')} CPUs",
-        fontsize=12,
-    )
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
-def _seconds(axis: Any, rows: Sequence[Row]) -> None:
-    axis.set_title("seconds to the first token", loc="left", fontsize=11)
-    for way, colour in COLOURS.items():
-        for field, style, said in (
-            ("cold_s", "-", "cold"),
-            ("restart_s", "--", "after a restart"),
-            ("chilled_s", ":", "and the page cache dropped"),
-        ):
-            points = [(row.tokens, getattr(row, field)) for row in rows if row.way == way and getattr(row, field)]
-            if points:
-                axis.plot(*zip(*points, strict=True), style, color=colour, marker="o", label=f"{way}, {said}")
-    axis.set(xlabel="tokens of the prompt", yscale="log")
-    axis.grid(visible=True, which="both", linewidth=0.3)
-    if axis.lines:
-        axis.legend(fontsize=8)
-
-
-def _tax(axis: Any, rows: Sequence[Row]) -> None:
-    axis.set_title("a cold prompt, saved meanwhile: time over no connector", loc="left", fontsize=11)
-    for way in (EXAMPLE, REPRISE):
-        points = [(row.tokens, row.tax) for row in rows if row.way == way and row.tax is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), color=COLOURS[way], marker="o", label=way)
-    axis.axhline(1.0, color=COLOURS[BARE], linewidth=0.8)
-    axis.set(xlabel="tokens of the prompt")
-    axis.set_ylim(bottom=0.0)
-    axis.grid(visible=True, linewidth=0.3)
-    if axis.lines:
-        axis.legend(fontsize=8)

@@ -36,7 +36,8 @@ CHUNK_BYTES = 2 << 20
 REQUESTS = 4
 REQUEST_CHUNKS = 16
 LOOK_UP_KEYS = 4096
-ROUNDS = 7
+ROUNDS, ROUNDS_MIN, SECONDS_MAX = 15, 5, 60.0
+"""As many rounds as there is time for: a disk that neighbours use as well is twice as fast in one as in the next."""
 COLD_ROUNDS = 3
 FILL_ROUNDS = 9
 """Rounds of our stores alone, before all else: a node of 1 GiB is full then, as nodes are but for their first days."""
@@ -64,13 +65,19 @@ class Contender:
             samples.clear()
         self.drive.steps = Steps()
 
-    def figures(self, job_bytes: int, kinds: Sequence[str]) -> dict[str, float]:
-        """Medians over the rounds. ``kinds``: of steps that every tier had."""
+    def figures(self, job_bytes: int, kinds: Sequence[str], other: Contender) -> dict[str, float]:
+        """Medians over the rounds; ``..._over_fs``: of the ratios to the ``other`` in the same round.
+
+        ``kinds``: of steps that every tier had.
+        """
         steps = self.drive.steps
         by_kind = {kind: 1e6 * median(steps.wall_s[kind]) for kind in kinds}
         figures = {
             "load_gb_per_s": job_bytes / GIGA / median(self.load_s),
             "store_gb_per_s": job_bytes / GIGA / median(self.store_s),
+            "load_over_fs": median(_over(other.load_s, self.load_s)),
+            "store_over_fs": median(_over(other.store_s, self.store_s)),
+            "store_over_fs_q1": quartile(_over(other.store_s, self.store_s)),
             "lookups_per_s": LOOK_UP_KEYS / median(self.look_up_s),
             "step_us": sum(by_kind.values()) / len(by_kind),
             **{f"step_{kind}_us": seconds for kind, seconds in by_kind.items()},
@@ -82,6 +89,15 @@ class Contender:
         if self.load_cold_s:
             figures["load_cold_gb_per_s"] = job_bytes / GIGA / median(self.load_cold_s)
         return figures
+
+
+def _over(theirs: Sequence[float], mine: Sequence[float]) -> list[float]:
+    return [their_s / my_s for their_s, my_s in zip(theirs, mine, strict=True)]
+
+
+def quartile(values: Sequence[float]) -> float:
+    """A quarter of the values are not above it."""
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +122,13 @@ def measure(
     *,
     data: Path | None = None,
     rounds: int = ROUNDS,
+    seconds_max: float = SECONDS_MAX,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, dict[str, float]]:
     """Figures by tier. ``store``: a node's address; ``data``: its folder, if cold loads are wanted.
 
-    ``folder`` is where the file tier writes, emptied afterwards. Raises DriveError, also for bytes that differ.
+    ``folder`` is where the file tier writes, emptied afterwards. No round begins after ``seconds_max``, but for the
+    first ROUNDS_MIN. Raises DriveError, also for bytes that differ.
     """
     source = np.frombuffer(os.urandom(chunk_bytes + REQUESTS * REQUEST_CHUNKS), np.uint8)
     payloads = [
@@ -120,7 +138,10 @@ def measure(
     with _contenders(store, folder, data, chunk_bytes) as contenders:
         for _ in range(FILL_ROUNDS):
             _fill(contenders[0], Jobs.new(payloads))
+        began_s = time.monotonic()
         for number in range(rounds + 1):
+            if number > ROUNDS_MIN and time.monotonic() - began_s > seconds_max:
+                break
             jobs = Jobs.new(payloads)
             if number == 1:  # the round before was for warming up
                 for contender in contenders:
@@ -133,7 +154,8 @@ def measure(
         job_bytes = REQUESTS * REQUEST_CHUNKS * chunk_bytes
         had = [contender.drive.steps.wall_s for contender in contenders]
         kinds = [kind for kind in STEP_KINDS if all(kind in one for one in had)]
-        return {contender.name: contender.figures(job_bytes, kinds) for contender in contenders}
+        (other,) = (contender for contender in contenders if contender.name == FS)
+        return {contender.name: contender.figures(job_bytes, kinds, other) for contender in contenders}
 
 
 def _in_turns(contenders: Sequence[Contender], number: int) -> list[Contender]:

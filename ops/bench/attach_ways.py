@@ -108,7 +108,7 @@ def options_of(directory: Path, context_tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def ways(folder: Path, capacity_bytes: int = 4 * GIB) -> Iterator[dict[str, Way]]:
+def ways(folder: Path, capacity_bytes: int = 8 * GIB) -> Iterator[dict[str, Way]]:
     """All ways by name, with a store daemon of its own for ours; its folder is removed at the end."""
     example = folder / "example"
     example.mkdir(parents=True)

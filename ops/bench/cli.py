@@ -18,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ops.bench.attach_parts import PARTS
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure the store, attached engines, restore fidelity and kernels.",
@@ -27,6 +29,7 @@ app = typer.Typer(
 SIZES_DEFAULT = "64KiB,256KiB,1MiB,4MiB"
 WINDOWS_DEFAULT = "0,1,2"
 LENGTHS_DEFAULT = "1024,2048,4096,8192"
+PARTS_DEFAULT = ",".join(PARTS)
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 EXIT_NOT_INSTALLED = 3
 TABLE_COLUMNS = 112
@@ -127,6 +130,7 @@ def attach(
     trace: Annotated[
         Path | None, typer.Option(help="Conversations to replay: JSON lines, gzipped or not. [default: made up]")
     ] = None,
+    parts: Annotated[str, typer.Option(help="What to run, comma-separated; all the time is theirs.")] = PARTS_DEFAULT,
     cache_dir: Annotated[Path | None, typer.Option(help="Where converted models are kept.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for table, line of JSON and picture, named by date (extra bench).")
@@ -151,6 +155,7 @@ def attach(
             minutes=minutes,
             lengths=_whole_numbers(lengths),
             trace=trace,
+            parts=_words(parts),
             cache_dir=cache_dir,
             is_quick=is_quick,
             progress=_progress,
@@ -168,7 +173,7 @@ def attach(
     attach_results.print_report(report, Console(stderr=as_json))
     if as_json:
         print(json.dumps(report.to_json()))
-    raise typer.Exit(0 if report.samples else 1)
+    raise typer.Exit(0 if report.samples or report.tier else 1)
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
