@@ -31,6 +31,7 @@ LoadRules = Callable[[Path | None], tuple[ClassRules, str]]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+HOUR_S = 3600
 
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")
@@ -191,6 +192,7 @@ def _print_stats(address: str, stats: Mapping[str, Any]) -> None:
         Console(stderr=True).print(f"{address}: {stats['error']}", markup=False, highlight=False)
         return
     table = Table(title=address, title_justify="left", show_header=False)
+    notes = _notes(stats)
     for name, value in stats.items():
         if name == "volumes":
             continue
@@ -198,11 +200,20 @@ def _print_stats(address: str, stats: Mapping[str, Any]) -> None:
             for key, inner in value.items():
                 if isinstance(inner, (list, Mapping)):
                     continue  # for programs
-                table.add_row(f"{name} {str(key)[:16]}", _shown(name, inner))
+                table.add_row(f"{name} {str(key)[:16]}", _shown(name, inner) + notes.get(name, ""))
         else:
             table.add_row(name, _shown(name, value))
     console.print(table)
     _print_volumes(console, stats.get("volumes", {}))
+
+
+def _notes(stats: Mapping[str, Any]) -> Mapping[str, str]:
+    """What is to be said beside a figure: one about promises counts as a trend only after an hour."""
+    classes = stats.get("ingest", {}).get("classes", [])
+    counted_s = max((item["now_s"] - item["since_s"] for item in classes), default=0)
+    if not classes or counted_s >= HOUR_S:
+        return {}
+    return dict.fromkeys(("promise_ratio", "promise_lasts_s"), f" (of {counted_s // 60} min: no trend yet)")
 
 
 def _print_volumes(console: Console, volumes: Mapping[str, Mapping[str, Any]]) -> None:

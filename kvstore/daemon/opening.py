@@ -95,8 +95,8 @@ def open_directories(
         path = next((path for path in paths if path.exists()), paths[0])
         catalog = Catalog.open(path, layouts[0].catalog_budget_bytes, initial)
         in_force = catalog.content.policy
-        if rules is not None and in_force.rules != rules:
-            log.warning("policy_kept version=%d: the stored policy differs from the one given", in_force.version)
+        if rules is not None and not any(rules == known.rules for known in (in_force, *catalog.content.earlier)):
+            log.warning("policy_kept version=%d: the one given is not in force and never was", in_force.version)
         ciphers = Ciphers(lambda: catalog.content.spaces, config.keyring)
         pins, holds = pin_ends(catalog.content.pins), hold_ends(catalog.content.pins)
         bounds = bounds_of(

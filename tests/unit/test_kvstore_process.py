@@ -68,10 +68,14 @@ def daemon(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate(timeout=20)
 
 
+def _lines(*command: str) -> list[str]:
+    return CliRunner().invoke(APP, list(command), env={"COLUMNS": "120"}).stdout.splitlines()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_daemon_lives_and_ends_cleanly(folder: Path, number: signal.Signals) -> None:
-    """It says where it listens, answers health, metrics and stats, drains when it is told to stop or its terminal is
-    closed, and exits 0."""
+    """It says where it listens, answers health, metrics and stats (of promises, that it is too early to tell), drains
+    when it is told to stop or its terminal is closed, and exits 0."""
     with daemon(folder) as (process, ready):
         endpoints = json.loads((folder / "data" / "endpoints.json").read_text())
         assert {key: ready[key] for key in endpoints} == endpoints
@@ -90,6 +94,8 @@ def test_a_daemon_lives_and_ends_cleanly(folder: Path, number: signal.Signals) -
         shown = CliRunner().invoke(APP, ["stat", ready["listen"], "--json"])
         assert shown.exit_code == 0
         assert json.loads(shown.stdout)[ready["listen"]]["blocks"] == 5
+        (row,) = [line for line in _lines("stat", ready["listen"]) if "promise_ratio agent" in line]
+        assert row.rstrip(" │").endswith("(of 0 min: no trend yet)")
         process.send_signal(number)
         out, _ = process.communicate(timeout=20)
         assert process.returncode == 0
