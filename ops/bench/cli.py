@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.signals import stop_signals
 from ops.bench.attach_parts import PARTS
 
 app = typer.Typer(
@@ -146,6 +148,8 @@ def attach(
     from ops.bench.attach_ways import EngineMissing
     from workers.weights import ModelUnavailable
 
+    for number in stop_signals():  # as Ctrl-C does: engines, store and what they wrote go with this process
+        signal.signal(number, signal.default_int_handler)
     try:
         if out is not None:
             plot.check()
