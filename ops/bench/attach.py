@@ -39,8 +39,10 @@ QUICK_LENGTHS = (256, 512)
 CONTEXT_MAX = 8192 + 512
 TIER_CAPACITY_BYTES = GIB
 """Less than the tiers' bench writes before it measures: the node reuses its segments then, as for most of its life."""
-TIER_S_MIN = 120.0
-"""What the tiers may take, however short their part of the time is: they are stopped, and then there are no figures."""
+TIER_S_MAX, ROUNDS_SHARE = 240.0, 0.5
+"""When the tiers are stopped, and then there are no figures; and of their part of the time, what is for their rounds:
+vLLM takes the rest to load.
+"""
 FAILURES = (BenchFailed, ChildFailed, StoreError, TraceInvalid, OSError)
 
 
@@ -149,7 +151,8 @@ def measure(settings: Settings, *, model: str, command: str, is_quick: bool, pro
         here = Path(folder)
         if TIER in settings.parts:
             with timetable.part(TIER) as ends_s:
-                _tier(report, here, progress, max(ends_s - time.monotonic(), TIER_S_MIN))
+                _tier(report, here, progress, ROUNDS_SHARE * (ends_s - time.monotonic()))
+            progress(f"part {TIER}: {timetable.spent_s[TIER]:.0f} s")
         if set(settings.parts) - {TIER}:
             _runs(report, here, progress, timetable)
     report.parts_s = dict(timetable.spent_s)
@@ -158,10 +161,11 @@ def measure(settings: Settings, *, model: str, command: str, is_quick: bool, pro
     return report
 
 
-def _tier(report: Report, here: Path, progress: Progress, wait_s: float) -> None:
+def _tier(report: Report, here: Path, progress: Progress, rounds_s: float) -> None:
     """Our tier beside vLLM's file tier, in vLLM's environment, over a node of its own."""
     folder, log = here / "tier", here / "tier.log"
     command = [str(report.settings.python), "-m", "ops.bench.attach_tier", "--folder", str(folder / "files")]
+    command += ["--seconds", f"{rounds_s:.0f}"]
     command += ["--rounds", "1", "--chunk-bytes", str(64 * KIB)] if report.quick else []
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     progress("tiers of vLLM's offloading")
@@ -171,7 +175,7 @@ def _tier(report: Report, here: Path, progress: Progress, wait_s: float) -> None
             command += ["--store", store.unix, "--data", str(store.folder / "data")]
             with log.open("wb") as errors:
                 done = subprocess.run(
-                    command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, timeout=wait_s
+                    command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, timeout=TIER_S_MAX
                 )
             if done.returncode:
                 raise BenchFailed(f"attach_tier ended with {done.returncode}: {log.read_text(errors='replace')[-500:]}")
