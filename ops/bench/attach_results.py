@@ -29,7 +29,7 @@ LENGTHS = (
     "cold s",
     "tax",
     "least..most",
-    "of",
+    "prompts",
     "CPU",
     "restart s",
     "of cold",
