@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
-from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
+from lmcache.v1.distributed.config import StorageManagerConfig, add_storage_manager_args, parse_args_to_config
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
@@ -39,13 +39,22 @@ def adapter(address: str, **params: Any) -> RepriseL2:
     return RepriseL2(plugin(address, params=params)["adapter_params"])
 
 
-def storage_manager(address: str, l1_mib: int = 16, **more: Any) -> StorageManager:
+def config_of(specification: dict[str, Any], l1_mib: int = 16) -> StorageManagerConfig:
+    """What LMCache makes of its command line with this adapter."""
     parser = add_storage_manager_args(argparse.ArgumentParser())
     arguments = ["--l1-size-gb", str(l1_mib / 1024), "--eviction-policy", "LRU", "--no-l1-use-lazy"]
-    args = parser.parse_args([*arguments, "--l2-adapter", json.dumps(plugin(address, **more))])
-    config = parse_args_to_config(args)
+    config = parse_args_to_config(parser.parse_args([*arguments, "--l2-adapter", json.dumps(specification)]))
     config.l1_manager_config.memory_config.shm_name = ""
-    return StorageManager(config)
+    return config
+
+
+def storage_manager(
+    address: str, l1_mib: int = 16, faults: dict[str, Any] | None = None, **more: Any
+) -> StorageManager:
+    """``faults``: options of LMCache's own adapter that injects them, around ours."""
+    ours = plugin(address, **more)
+    wrapped = ours if faults is None else {"type": "fault_inject", "inner": ours, **faults}
+    return StorageManager(config_of(wrapped, l1_mib))
 
 
 def key(number: int, *, salt: str = "", rank: int = 0, world: int = 1, group: int = 0, model: str = "m") -> ObjectKey:

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from tests.engines.lmcache.rig import CHUNK_BYTES, differing, in_l2, key, prefetch, storage_manager, wait, write
+from tests.engines.lmcache.rig import (
+    CHUNK_BYTES,
+    config_of,
+    differing,
+    in_l2,
+    key,
+    plugin,
+    prefetch,
+    storage_manager,
+    wait,
+    write,
+)
 from tests.support.store_process import StoreProcess
 
 Make = Callable[..., StorageManager]
@@ -80,6 +91,43 @@ def test_what_was_found_but_then_removed_is_a_failed_cell(make: Make, monkeypatc
     assert prefetch(second, keys) == (3, 3)
     assert differing(second, keys[:3]) == 0
     assert second.memcheck()
+
+
+def test_upstreams_own_faults_change_no_byte(make: Make) -> None:
+    """LMCache's injector fails loads of what was found, here and there: a prefix ends before it, and is right."""
+    requests = [[key(100 * number + at) for at in range(6)] for number in range(12)]
+    first, second = make(), make(faults={"rate": 0.15, "seed": 3})
+    for keys in requests:
+        write(first, keys)
+    wait(lambda: in_l2(first) == 72 * CHUNK_BYTES, "store")
+    hits = []
+    for keys in requests:
+        count, _ = prefetch(second, keys)
+        hits.append(count)
+        assert count == 0 or differing(second, keys[:count]) == 0
+    assert 6 in hits
+    assert min(hits) < 6
+    assert second.memcheck()
+
+
+def test_an_adapter_comes_and_goes_while_lmcache_runs(store: StoreProcess, make: Make) -> None:
+    """Added at run time it serves what another process stored; taken away, it lets go of what it had open."""
+    keys = [key(number) for number in range(4)]
+    first, second = make(), make(params={"tenant": "alice"})
+    write(first, keys)
+    wait(lambda: in_l2(first) == 4 * CHUNK_BYTES, "store")
+    assert prefetch(second, keys) == (0, 0)
+    [added] = config_of(plugin(store.address)).l2_adapter_config.adapters
+    number = second.add_l2_adapter(added)
+    ours = second.l2_adapters()[-1][1]
+    assert prefetch(second, keys) == (4, 4)
+    assert differing(second, keys) == 0
+    second.delete_l2_adapter(number)
+    assert not ours.report_status()["is_healthy"]
+    other = [key(number) for number in range(50, 54)]
+    write(first, other)
+    wait(lambda: in_l2(first) == 8 * CHUNK_BYTES, "store")
+    assert prefetch(second, other) == (0, 0)
 
 
 def test_prefetches_beside_stores_get_the_right_bytes(make: Make) -> None:
