@@ -250,16 +250,14 @@ class RepriseL2(L2AdapterInterface):
             found = self._attachment.look_up(space, names, deadline_s=_left_s(until_s))
             if found is None:
                 continue
-            chunks = {keys[at].chunk_hash for at in positions[: found.prefix_blocks()]}
+            seen = list(zip(positions, found.presence.tolist(), strict=True))
+            there = [at for at, presence in seen if presence == Presence.PRESENT]
+            chunks = {keys[at].chunk_hash for at in there}  # not only the first ones: a sliding window has but the last
             if self._attachment.declines(found, len(chunks) * self._options.chunk_tokens):
                 continue
-            gone = []
-            for at, presence in zip(positions, found.presence.tolist(), strict=True):
-                if presence == Presence.PRESENT:
-                    bitmap.set(at)
-                elif presence != Presence.UNREACHABLE:
-                    gone.append(keys[at])
-            self._forget(gone)
+            for at in there:
+                bitmap.set(at)
+            self._forget(keys[at] for at, presence in seen if presence not in (Presence.PRESENT, Presence.UNREACHABLE))
         return bitmap
 
     def _load(self, keys: Sequence[ObjectKey], objects: Sequence[Any], until_s: float) -> Bitmap:

@@ -269,14 +269,17 @@ class RepriseHiCache(HiCacheStorage):
         return _leading(self._present(pool, keys, until_gap=True)) if pool.sizes else len(keys)
 
     def _present(self, pool: Pool, keys: Sequence[str], *, until_gap: bool = False) -> Iterator[bool]:
-        """Which pages are there; no call follows one that failed or, ``until_gap``, found a page missing."""
+        """Which pages are there; no call follows one that failed.
+
+        ``until_gap``: only those before the first that is missing count, so they are weighed against computing them.
+        """
         for at in range(0, len(keys), pool.pages_per_call):
             some = keys[at : at + pool.pages_per_call]
             found = self._attachment.look_up(pool.space, pool.names(some))
             if found is None:
                 return
             pages = pool.whole((found.presence == Presence.PRESENT).tolist())
-            if self._attachment.declines(found, _leading(pages) * pool.page_tokens):
+            if until_gap and self._attachment.declines(found, _leading(pages) * pool.page_tokens):
                 return
             yield from pages
             if until_gap and not all(pages):
@@ -290,9 +293,10 @@ class RepriseHiCache(HiCacheStorage):
         for transfer in transfers:
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
                 continue  # it never cuts a hit, and without a verdict nothing is learnt of it
-            there = list(self._present(self._pools[str(transfer.name)], keys[:pages]))
+            whole = transfer.hit_policy == PoolHitPolicy.ALL_PAGES
+            there = list(self._present(self._pools[str(transfer.name)], keys[:pages], until_gap=whole))
             there += [False] * (pages - len(there))
-            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            if whole:
                 served = set(range(1, _leading(there) + 1))
             else:
                 served = set(_ends_of_windows(there, max(len(transfer.keys or []), 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import threading
@@ -201,6 +202,25 @@ def test_other_weights_or_another_epoch_find_nothing(store: StoreProcess, l2: Re
         other = adapter(store.address, **params)
         assert found(other, [key(1)]) == []
         other.close()
+
+
+def test_a_window_whose_first_chunks_are_gone_is_not_declined_for_them(
+    store: StoreProcess, l2: RepriseL2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a slow load is weighed against is all that is found, where a prefix of it would be a chunk; and it is."""
+    keys = [key(number) for number in range(10)]
+    stored(l2, [keys[0], *keys[4:]])
+    rated = adapter(store.address, compute_tokens_per_s=100.0)
+    look_up = rated._attachment.store.lookup
+    monkeypatch.setattr(
+        rated._attachment.store,
+        "lookup",
+        lambda *asked, **more: dataclasses.replace(look_up(*asked, **more), load_s_estimate=1.0),
+    )
+    assert found(rated, keys) == [0, 4, 5, 6, 7, 8, 9]
+    assert found(rated, keys[:6]) == []
+    assert rated.report_status()["declined"] == 1
+    rated.close()
 
 
 def test_a_hash_that_is_too_short_is_never_stored_or_found(l2: RepriseL2) -> None:

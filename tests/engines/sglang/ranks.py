@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from tests.engines.sglang.hybrid import Hybrid
-from tests.engines.sglang.rig import ALONE, PAGE, Driven, fill, host, mha, page
+from tests.engines.sglang.rig import ALONE, PAGE, Driven, fill, host, mha, mla, page
 
 from sglang.srt.runtime_context import get_parallel  # isort: skip
 
@@ -78,6 +78,22 @@ def windows_that_end_at_different_places(rank: int, address: str) -> tuple[int, 
     return done, windows
 
 
+def pages_that_all_ranks_hold(rank: int, address: str) -> tuple[int, int, bool]:
+    """MLA, the same bytes on both: blocks that this rank sent, tokens that it loads, and whether they are right."""
+    pool, tokens = host(mla()), list(range(7000, 7000 + 4 * PAGE))
+    fill(pool, 77)
+    engine = Driven(address, mla(), pool, dist.group.WORLD)
+    engine.backup(tokens, range(4))
+    dist.barrier()
+    done, indices = engine.prefetch(tokens)
+    loaded = [] if indices is None else [int(indices[at * PAGE]) // PAGE for at in range(done // PAGE)]
+    good = all(torch.equal(page(pool, mine), page(pool, number)) for number, mine in enumerate(loaded))
+    sent = engine.controller.storage_backend.stats()["stored"]
+    dist.barrier()
+    engine.close()
+    return sent, done, good
+
+
 def lose(controller: Any, pool: str, tokens: list[int], number: int) -> None:
     """Take one page of this rank's pool away from the store."""
     backend = controller.storage_backend
@@ -87,4 +103,4 @@ def lose(controller: Any, pool: str, tokens: list[int], number: int) -> None:
     assert backend._attachment.store.delete(registered.space.id, names) == len(names)
 
 
-SCENARIOS = (a_page_that_one_rank_lost, windows_that_end_at_different_places)
+SCENARIOS = (a_page_that_one_rank_lost, windows_that_end_at_different_places, pages_that_all_ranks_hold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -258,6 +259,27 @@ def test_lengths_that_trailing_pages_allow_are_a_set(made: Any, swa: Any) -> Non
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [1, 2])
     assert made.batch_exists_v2(names, [trailing(names[:4])]).kv_hit_pages == 2
     assert made.batch_exists_v2(["missing"], [trailing(names[:1])]).restorable_prefix_pages == []
+
+
+def test_a_window_is_not_weighed_against_computing_its_few_pages(
+    store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow load is declined by the whole prefix that it saves: a window alone would save next to nothing."""
+    made = backend(store.address, host(mha()), {"compute_tokens_per_s": 100.0})
+    made.register_mem_host_pool_v2(host(mha(heads=1)), PoolName.SWA)
+    names = keys(12)
+    made.batch_set_v1(names, slots(*range(12)))
+    made.batch_set_v2([trailing(names[:2], slots(0, 1)), trailing(names[10:], slots(2, 3))])
+    slow = made._attachment.store.lookup
+    monkeypatch.setattr(
+        made._attachment.store,
+        "lookup",
+        lambda *asked, **more: dataclasses.replace(slow(*asked, **more), load_s_estimate=1.0),
+    )
+    assert made.batch_exists_v2(names, [trailing(names[:2])]).restorable_prefix_pages == [1, 2, 12]
+    assert made.batch_exists_v2(names[:3], [trailing(names[:2])]).kv_hit_pages == 0
+    assert made.stats()["declined"] > 0
+    made.close()
 
 
 def test_a_required_pool_that_holds_nothing_leaves_nothing(made: Any, swa: Any) -> None:
