@@ -24,11 +24,12 @@ from kvstore.keys import BlockName, Space, decode_space, opaque_name
 from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
 from workers.access_log import AccessLog
-from workers.adapters.attachment import Asked, Attachment, OptionError, Settings, wishes_of
-from workers.adapters.vllm_accesses import Reuse, access_record
+from workers.adapters.attachment import Asked, Attachment, OptionError, Settings
+from workers.adapters.vllm_accesses import REASON_WINDOW, Reuse, access_record
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
 from workers.adapters.vllm_stats import Interval, RepriseStats
 from workers.adapters.vllm_step import Move, Prefix, Rank, Step, window_name
+from workers.adapters.vllm_wishes import Complaints, read_wishes
 from workers.spaces import TenantSpace
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class Scheduling:
         self._ranks: tuple[Space, ...] = ()
         self._attached: Attachment | None = None
         self._adapters = AdapterDigests()
+        self._complaints = Complaints()
+        self._windows_missed = 0
         self._reset: tuple[Input, ...] = ()
         self._interval = Interval()
         self._log = AccessLog.open(settings.access_log) if settings.access_log is not None else None
@@ -140,14 +143,18 @@ class Scheduling:
         if self._log is not None:
             self._log.close(CLOSE_S)
         if self._attached is not None:
-            log.info("reprise: scheduler_closed counts=%s", self._attached.stats())
+            log.info("reprise: scheduler_closed counts=%s", self._counts(self._attached))
             self._attached.close(CLOSE_S)
 
     def stats(self) -> RepriseStats | None:
         """What was counted since it was last asked."""
         if self._attached is None or not self._interval.due:
             return None
-        return self._interval.take(self._attached.stats())
+        return self._interval.take(self._counts(self._attached))
+
+    def _counts(self, attached: Attachment) -> dict[str, int]:
+        own = {"parameters_unclear": self._complaints.count, "windows_missed": self._windows_missed}
+        return {**attached.stats(), **own}
 
     def reset(self) -> None:
         """What was cached is not to be used any more (the weights were changed in place, say): begin a world apart.
@@ -175,9 +182,7 @@ class Scheduling:
             return None, False
         tracked.found = tracked.asked.answer() or NOTHING
         tracked.first = computed // self._block_tokens
-        # vLLM computes the last token in any case, which looks back a token further than a window that ends behind it
-        tokens_max = request.num_tokens - 1 if self._window_blocks else request.num_tokens
-        stop = tracked.found.usable(tokens_max // self._block_tokens, windows=self._window_blocks > 0)
+        stop = tracked.found.usable(self._usable_max(request.num_tokens), windows=self._window_blocks > 0)
         return (stop * self._block_tokens - computed, True) if stop > tracked.first else (0, False)
 
     def admit(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
@@ -189,7 +194,9 @@ class Scheduling:
         stop = tracked.first + tokens // self._block_tokens
         self._touch(tracked, stop)
         tracked.state = max(tracked.found.states | tracked.found.kept, default=0)
-        tracked.reuse = tracked.reuse or self._reuse(tracked, stop, loaded=tokens > 0)
+        if tracked.reuse is None:
+            tracked.reuse = self._reuse(tracked, stop, loaded=tokens > 0)
+            self._windows_missed += tracked.reuse.reason == REASON_WINDOW
         if tokens > 0:
             states = (stop,) if self._window_blocks else ()
             move = self._move(tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, states)
@@ -235,10 +242,18 @@ class Scheduling:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _usable_max(self, tokens: int) -> int:
+        """Blocks that can be loaded of so many tokens. vLLM computes the last one in any case, which looks back a token
+        further than a window that ends behind it.
+        """
+        return (tokens - (self._window_blocks > 0)) // self._block_tokens
+
     def _prefix_of(self, request: Request) -> Prefix | None:
         """What names its blocks; None where something has no name that holds in another process."""
-        terms = self._settings.terms(wishes_of(request.kv_transfer_params, request.kv_hints))
-        tokens, lora = request.prompt_token_ids, request.lora_request
+        wishes = read_wishes(self._settings, request.kv_transfer_params, request.kv_hints)
+        if wishes.unclear:
+            self._complaints.add(wishes.unclear)
+        terms, tokens, lora = wishes.terms, request.prompt_token_ids, request.lora_request
         if terms is None or tokens is None or request.prompt_embeds is not None or request.resumable:
             return None
         adapter = self._adapters.of(lora.lora_path) if lora is not None else None
@@ -296,16 +311,15 @@ class Scheduling:
         found, attached = tracked.found, self._attached
         assert attached is not None
         have = found.ranks[0] if found.ranks else None
-        behind = have is not None and stop < min(
-            len(have.names), tracked.request.num_prompt_tokens // self._block_tokens
-        )
+        usable_max = self._usable_max(tracked.request.num_prompt_tokens)
+        behind = have is not None and stop < min(len(have.names), usable_max)
         return Reuse(
             space=tracked.prefix.space_in(attached.spaces, self._ranks[0]),
             answered=have is not None,
             declined=found.declined,
             failed=False,
             reused=stop,
-            stored=found.prefix_blocks,
+            stored=min(found.prefix_blocks, usable_max),
             loaded=loaded,
             missed=(have.names[stop], Presence(int(have.presence[stop]))) if have is not None and behind else None,
             last=have.names[stop - 1] if have is not None and 0 < stop <= len(have.names) else None,

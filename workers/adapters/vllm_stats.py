@@ -23,6 +23,8 @@ COUNTERS: Mapping[str, str] = {
     "lookups_failed": "Look-ups that failed, so that their requests were computed.",
     "lookups_shed": "Look-ups that were not made, since too many waited.",
     "found": "Blocks that look-ups found.",
+    "windows_missed": "Requests that were computed further than blocks are stored, since a window was not.",
+    "parameters_unclear": "Requests whose parameters were not understood: neither looked up nor stored.",
     "declined": "Blocks that were found and not loaded, since computing them was estimated to be faster.",
     "loaded": "Blocks that were loaded.",
     "loads_failed": "Blocks whose load failed, so that they were computed.",
@@ -33,7 +35,7 @@ COUNTERS: Mapping[str, str] = {
     "shed": "Blocks, windows and touches that found the queue of puts full.",
     "copies_shed": "Copies out of pages that were not made, since too much waited to be put.",
 }
-"""By name in ``Attachment.stats``: what it means. A metric's name has ``vllm:reprise_`` before it."""
+"""By name, as the halves count: what it means. A metric's name has ``vllm:reprise_`` before it."""
 
 
 class RepriseStats(KVConnectorStats):

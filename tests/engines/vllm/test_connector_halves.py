@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,29 +21,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstore.keys import ShardCoordinate, Space, TokenChain, encode_space, tenant_salt
-from kvstore.store import BlockPut
 from kvstore.testing import MemoryStore
-from kvstore.traffic import AGENT, CHAT
-from tests.support.faulty_store import FaultyStore
+from kvstore.traffic import AGENT
 from tests.support.spaces import a_space
-from workers.adapters.attachment import Attachment, OptionError, Settings, Terms
+from tests.support.vllm_halves import PAGES, SETTINGS, TOKENS, Ranks, a_request, config_of, full, sliding, tensors_of
+from workers.adapters.attachment import OptionError, Terms
 from workers.adapters.vllm_connector import RepriseConnector
 from workers.adapters.vllm_pages import Pages
-from workers.adapters.vllm_scheduling import Scheduling
 from workers.adapters.vllm_space import AdapterDigests, check_supported, make_space
-from workers.adapters.vllm_step import Move, Prefix, Rank, window_name
+from workers.adapters.vllm_step import Move, Prefix, window_name
 from workers.spaces import Spaces
 
 MOVED = (
     "vLLM's interface has moved: read workers/adapters/vllm_connector.py against this release, then change this test"
 )
-TOKENS = 4
-PAGES = 12
 
 # --- vLLM's interface -------------------------------------------------------------------------------------------------
 
@@ -106,32 +101,6 @@ def test_the_interface_of_a_connector_is_the_one_that_was_written_for() -> None:
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
-
-
-def full(**changes: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        **{"block_size": TOKENS, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32} | changes
-    )
-
-
-def sliding(window: int) -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=window)
-
-
-def config_of(**groups: Any) -> KVCacheConfig:
-    """``a_0_2=spec``: layers 0 and 2 are one group."""
-    made = [
-        KVCacheGroupSpec([f"model.layers.{number}.attn" for number in name.split("_")[1:]], spec)
-        for name, spec in groups.items()
-    ]
-    return KVCacheConfig(num_blocks=PAGES, kv_cache_tensors=[], kv_cache_groups=made)
-
-
-def tensors_of(config: KVCacheConfig, split: int = 1) -> dict[str, torch.Tensor]:
-    """Random KV [pages, heads, tokens, 2 x dim] whose pages do not lie dense, as when layers share a tensor."""
-    names = [name for group in config.kv_cache_groups for name in group.layer_names]
-    shape = (PAGES * split, 2, 2, TOKENS // split, 16)
-    return {name: torch.rand(shape)[:, 0] for name in names}
 
 
 @pytest.mark.parametrize("split", [1, 2], ids=["whole pages", "pages in two parts"])
@@ -214,9 +183,6 @@ def vllm_config(**changes: Any) -> Any:
     )
 
 
-SETTINGS = Settings(stores=("127.0.0.1:1",), weights_digest=bytes(range(32)))
-
-
 def space_of(layout: str = "A/1x2", **changes: Any) -> Space:
     config = config_of(a_1_3=full(), b_0_2=sliding(6))
     return make_space(vllm_config(**changes), config, {"model.layers.1.attn": layout}, SETTINGS)
@@ -283,49 +249,11 @@ def wait_for(call: Any) -> Any:
 # --- the scheduler's half ---------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """The scheduler's half over a store in memory, for two ranks."""
-
-    def __init__(self, caches: KVCacheConfig, *, loads: bool = True, saves: bool = True, **options: Any) -> None:
-        self.store = FaultyStore(MemoryStore())
-        self.bases = [
-            a_space(block_tokens=TOKENS, shard=ShardCoordinate(tensor_rank=rank, tensor_size=2)) for rank in range(2)
-        ]
-        settings = replace(SETTINGS, lookup_deadline_s=5.0, **options)
-        self.half = Scheduling(settings, caches, TOKENS, loads=loads, saves=saves)
-        self.half.meet([Rank(encode_space(base)) for base in self.bases])
-        assert self.half._attached is not None
-        self.half._attached.close(1.0)
-        self.half._attached = Attachment(settings, self.store, self.bases[0])
-
-    def put(self, rank: int, tokens: list[int], blocks: list[int], tenant: str | None = None) -> None:
-        base = self.bases[rank] if tenant is None else replace(self.bases[rank], tenant_salt=tenant_salt(tenant))
-        space = self.store.register_space(base)
-        names = TokenChain(space, TOKENS, tokens).names
-        self.store.put(space, [BlockPut(names[at], TOKENS, b"x") for at in blocks], traffic_class=CHAT)
-
-    def matched(self, request: Any, computed: int = 0) -> tuple[int | None, bool]:
-        tracked = self.half._requests.get(request.request_id)
-        if tracked is not None and tracked.asked is not None and tracked.asked._future is not None:
-            tracked.asked._future.result(5.0)
-        return self.half.match(request, computed)
-
-
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     both = Ranks(config_of(a_0_1=full()))
     yield both
     both.half.close()
-
-
-def a_request(tokens: list[int], name: str = "r", **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "request_id": name, "prompt_token_ids": tokens, "all_token_ids": tokens, "num_prompt_tokens": len(tokens),
-        "num_tokens": len(tokens), "num_computed_tokens": 0, "lora_request": None, "mm_features": [],
-        "cache_salt": None, "kv_transfer_params": None, "kv_hints": None, "prompt_embeds": None, "resumable": False,
-        "skip_reading_prefix_cache": False,
-    }  # fmt: skip
-    return SimpleNamespace(**{**values, **changes})
 
 
 TOKEN_IDS = list(range(100, 122))
