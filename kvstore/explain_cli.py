@@ -43,6 +43,8 @@ SPACE_DIGITS_SHOWN = 12
 PLAIN_WIDTH = 200
 """Columns where the output is no terminal, so that a pipe sees every value whole."""
 _KEY = re.compile(r"[0-9a-fA-F]{64}\Z")
+_NUMBER = re.compile(r"-[0-9]{1,4}\Z")
+"""What engines add to a request's id for each of its prompts."""
 EPILOG = (
     "Examples: reprise store explain REQUEST-ID --log data/prefill/access.jsonl --store 127.0.0.1:7071; "
     "reprise store explain KEY --store 127.0.0.1:7071 --store 127.0.0.1:7171"
@@ -290,22 +292,30 @@ def _other(other: OtherSpace) -> str:
 def records_of(path: Path, request_id: str) -> Iterator[dict[str, Any]]:
     """The latest records of a request in an access log and its rotated predecessor; damaged lines are passed over.
 
-    Raises ValueError if neither file can be read.
+    Where none has the very id, those of its prompts (``ID-0``), or of the request of which it numbers a prompt. Raises
+    ValueError if neither file can be read.
     """
-    wanted = json.dumps(request_id).encode()
+    wanted = _NUMBER.sub("", request_id)
+    marks = tuple(json.dumps(name)[:-1].encode() for name in {request_id, wanted})
     found: deque[dict[str, Any]] = deque(maxlen=RECORDS_PER_REQUEST_MAX)
+    alike: deque[dict[str, Any]] = deque(maxlen=RECORDS_PER_REQUEST_MAX)
     readable = False
     for part in (path.with_name(path.name + ".1"), path):
         try:
             with part.open("rb") as file:
                 readable = True
                 while line := file.readline(RECORD_BYTES_MAX):
-                    if wanted in line and (row := _record(line)) is not None and row.get("request_id") == request_id:
+                    if not any(mark in line for mark in marks) or (row := _record(line)) is None:
+                        continue
+                    name = str(row.get("request_id"))
+                    if name == request_id:
                         found.append(row)
+                    elif name == wanted or _NUMBER.sub("", name) == request_id:
+                        alike.append(row)
         except OSError as error:
             if part == path and not readable:
                 raise ValueError(f"cannot read the access log {path}: {error.strerror}") from error
-    return iter(found)
+    return iter(found or alike)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

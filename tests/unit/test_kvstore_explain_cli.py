@@ -106,6 +106,31 @@ def test_a_request_is_told_with_the_account_of_its_first_miss(nodes: Served, tmp
     assert (alone.exit_code, json.loads(alone.stdout)[0]["account"]) == (0, None)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("cmpl-a", ["cmpl-a-0", "cmpl-a-1"]),
+        ("cmpl-a-1", ["cmpl-a-1"]),
+        ("chat-b", ["chat-b"]),
+        ("chat-b-0", ["chat-b"]),
+        ("c-1", ["c-1"]),
+        ("cmpl", []),
+    ],
+)
+def test_a_request_is_found_with_the_number_of_its_prompt_and_without(
+    nodes: Served, tmp_path: Path, asked: str, told: list[str]
+) -> None:
+    """vLLM numbers the prompts of a completion behind the id that its client knows; a record of the very id is the one
+    that is meant.
+    """
+    log = tmp_path / "access.jsonl"
+    names = ["cmpl-a-0", "chat-b", "cmpl-a-1", "cmpl-ab-0", "c", "c-1", "c-1-0"]
+    log.write_text("".join(json.dumps(a_record(nodes.chain) | {"request_id": name}) + "\n" for name in names))
+    done = run(asked, "--log", str(log), "--json")
+    assert [row["request_id"] for row in json.loads(done.stdout or "[]")] == told
+    assert done.exit_code == (0 if told else 1)
+
+
 def a_record(chain: TokenChain) -> dict[str, Any]:
     name = chain.names[1]
     miss = {
