@@ -75,6 +75,14 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         """What is saved is a cache: a save that is lost is a later miss."""
         return False
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No, since a layer by itself is not waited for. vLLM asks for CUDA graphs, before it loads a model: the first
+        that it shows of the options, so that wrong ones are refused then. Raises OptionError.
+        """
+        Settings.from_options(extra_config)
+        return False
+
     # in the scheduler
 
     def set_xfer_handshake_metadata_pp_aware(

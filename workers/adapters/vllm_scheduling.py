@@ -127,6 +127,8 @@ class Scheduling:
         self._interval = Interval()
         self._log = AccessLog.open(settings.access_log) if settings.access_log is not None else None
         self._requests: dict[str, Tracked] = {}
+        self._unnamed: dict[str, float] = {}
+        """Requests whose adapter is being hashed, and until when they wait for that."""
         self._loads: list[Move] = []
 
     def meet(self, ranks: Sequence[KVConnectorHandshakeMetadata]) -> None:
@@ -167,12 +169,15 @@ class Scheduling:
 
     def arrive(self, request: Request) -> None:
         """Begin to look it up; one that cannot be cached is not remembered."""
-        prefix = self._prefix_of(request)
-        if prefix is not None and self._attached is not None:
-            self._requests[request.request_id] = Tracked(request, prefix, self._ask(prefix))
+        if request.lora_request is not None and self._adapters.hashing(request.lora_request):
+            self._unnamed[request.request_id] = time.monotonic() + self._settings.lookup_deadline_s
+        else:
+            self._begin(request)
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that can be loaded; None: it is not known yet."""
+        if request.lora_request is not None and self._waits_for_name(request):
+            return None, False
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.failed or request.skip_reading_prefix_cache or not self._may_load:
             return 0, False
@@ -236,11 +241,29 @@ class Scheduling:
 
     def leave(self, request: Request) -> None:
         """It ended: the access log is told what it reused, and why not more."""
+        self._unnamed.pop(request.request_id, None)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None and tracked.reuse is not None and self._log is not None:
             self._log.append(access_record(request, tracked.reuse, time.time()))
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> None:
+        prefix = self._prefix_of(request)
+        if prefix is not None and self._attached is not None:
+            self._requests[request.request_id] = Tracked(request, prefix, self._ask(prefix))
+
+    def _waits_for_name(self, request: Request) -> bool:
+        """Whether its adapter is still hashed, and in time; once it is not, its look-up begins."""
+        assert request.lora_request is not None
+        until_s = self._unnamed.get(request.request_id)
+        if until_s is None:
+            return False
+        if self._adapters.hashing(request.lora_request) and time.monotonic() < until_s:
+            return True
+        del self._unnamed[request.request_id]
+        self._begin(request)
+        return False
 
     def _usable_max(self, tokens: int) -> int:
         """Blocks that can be loaded of so many tokens. vLLM computes the last one in any case, which looks back a token
@@ -256,7 +279,7 @@ class Scheduling:
         terms, tokens, lora = wishes.terms, request.prompt_token_ids, request.lora_request
         if terms is None or tokens is None or request.prompt_embeds is not None or request.resumable:
             return None
-        adapter = self._adapters.of(lora.lora_path) if lora is not None else None
+        adapter = self._adapters.of(lora) if lora is not None else None
         inputs = _inputs_of(request)
         if (lora is not None and adapter is None) or inputs is None:
             return None

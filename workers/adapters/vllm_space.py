@@ -16,6 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,6 +32,8 @@ from workers.adapters.attachment import OptionError, Settings
 _STORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 ADAPTERS_MAX = 1024
 """Adapters whose digests are remembered; then all are hashed again."""
+_Files = tuple[tuple[str, int, int], ...]
+"""Path, size and time of change of each."""
 _ADAPTER_CONTEXT = "reprise-kv 2026 adapter digest"
 _OVERRIDES_CONTEXT = "reprise-kv 2026 overridden weights digest"
 
@@ -126,29 +129,43 @@ def layer_number(name: str) -> int:
 
 
 class AdapterDigests:
-    """Digests of LoRA adapters by the content of their files. Asking never waits: hashing happens on a thread here."""
+    """Digests of LoRA adapters by the content of their files. Asking never waits: hashing happens on a thread here.
+
+    vLLM reads an adapter when it needs it, under a number. Where the files change under one number, nobody knows which
+    of them vLLM computes with, so there is no digest from then on.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "reprise-adapter")
         self._lock = threading.Lock()
-        self._known: dict[tuple[object, ...], Future[bytes]] = {}
+        self._known: dict[_Files, Future[bytes]] = {}
+        self._first: dict[int, _Files] = {}
 
-    def of(self, path: str) -> bytes | None:
-        """The digest of the adapter in a directory; None while it is not known (yet), so nothing is cached."""
+    def hashing(self, adapter: LoRARequest) -> bool:
+        """Whether the digest is under way (from now on, if nobody asked before)."""
+        future = self._future(adapter)
+        return future is not None and not future.done()
+
+    def of(self, adapter: LoRARequest) -> bytes | None:
+        """The digest; None while it is not known (yet), so nothing is cached."""
+        future = self._future(adapter)
+        return future.result() if future is not None and future.done() and future.exception() is None else None
+
+    def _future(self, adapter: LoRARequest) -> Future[bytes] | None:
         try:
-            files = sorted(item for item in Path(path).glob("*") if item.is_file()) if path else []
-            stamps = tuple((str(item), item.stat().st_size, item.stat().st_mtime_ns) for item in files)
+            items = sorted(Path(adapter.lora_path).glob("*")) if adapter.lora_path else []
+            paths = [item for item in items if item.is_file()]
+            files = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
         except OSError:
             return None
-        if not files:
+        if not files or self._first.setdefault(adapter.lora_int_id, files) != files:
             return None
         with self._lock:
-            if stamps not in self._known:
+            if files not in self._known:
                 if len(self._known) >= ADAPTERS_MAX:
                     self._known.clear()
-                self._known[stamps] = self._pool.submit(_adapter_digest, files)
-            future = self._known[stamps]
-        return future.result() if future.done() and future.exception() is None else None
+                self._known[files] = self._pool.submit(_adapter_digest, paths)
+            return self._known[files]
 
 
 def _adapter_digest(files: list[Path]) -> bytes:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     SupportsHMA,
 )
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -45,6 +46,7 @@ MOVED = (
 
 METHODS = {
     "__init__": "self vllm_config role kv_cache_config",
+    "requires_piecewise_for_cudagraph": "extra_config",
     "set_xfer_handshake_metadata_pp_aware": "self metadata",
     "on_new_request": "self request",
     "get_num_new_matched_tokens": "self request num_computed_tokens",
@@ -188,6 +190,13 @@ def space_of(layout: str = "A/1x2", **changes: Any) -> Space:
     return make_space(vllm_config(**changes), config, {"model.layers.1.attn": layout}, SETTINGS)
 
 
+def test_wrong_options_are_refused_before_a_model_is_loaded() -> None:
+    """vLLM shows the options when it asks what CUDA graphs are possible with this connector."""
+    assert not RepriseConnector.requires_piecewise_for_cudagraph({"store": "unix:/s"})
+    with pytest.raises(OptionError, match="unknown option stroe"):
+        RepriseConnector.requires_piecewise_for_cudagraph({"stroe": "unix:/s"})
+
+
 def test_whatever_changes_the_meaning_of_bytes_changes_the_space() -> None:
     """Rank, data types, quantisation, overrides and page layout each make another space; nothing else is in doubt."""
     spaces = [
@@ -204,6 +213,8 @@ def test_whatever_changes_the_meaning_of_bytes_changes_the_space() -> None:
     assert len({encode_space(space) for space in spaces}) == len(spaces)
     assert space_of() == space_of()
     assert spaces[6].shard == ShardCoordinate(1, 2, 0, 1)
+    assert spaces[8].shard == ShardCoordinate(0, 1, 1, 2)
+    assert space_of(rank=3, tensor=2, pipeline=2).shard == ShardCoordinate(1, 2, 1, 2)
     assert [(group.window, group.layers) for group in space_of().groups] == [(0, (1, 3)), (6, (0, 2))]
 
 
@@ -232,12 +243,27 @@ def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
     """Asking never waits; the digest follows the content, and a path without files has none."""
     digests, path = AdapterDigests(), tmp_path / "lora"
     path.mkdir()
-    assert digests.of(str(path)) is None
+    assert digests.of(adapter(path, 1)) is None
     (path / "adapter_model.safetensors").write_bytes(b"one")
-    first = wait_for(lambda: digests.of(str(path)))
-    (path / "adapter_model.safetensors").write_bytes(b"other")
-    assert wait_for(lambda: digests.of(str(path))) != first
+    first = wait_for(lambda: digests.of(adapter(path, 1)))
     assert len(first) == 32
+    (path / "adapter_model.safetensors").write_bytes(b"other")
+    assert wait_for(lambda: digests.of(adapter(path, 2))) != first
+
+
+def test_an_adapter_whose_files_change_under_one_number_has_no_digest(tmp_path: Path) -> None:
+    """vLLM may compute with what it read before, or with what it reads again: neither may be stored as the other."""
+    digests, path = AdapterDigests(), tmp_path / "lora"
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(b"one")
+    wait_for(lambda: digests.of(adapter(path, 1)))
+    (path / "adapter_model.safetensors").write_bytes(b"other")
+    wait_for(lambda: digests.of(adapter(path, 2)))
+    assert digests.of(adapter(path, 1)) is None
+
+
+def adapter(path: Path, number: int) -> LoRARequest:
+    return LoRARequest(f"adapter-{number}", number, str(path))
 
 
 def wait_for(call: Any) -> Any:
@@ -289,7 +315,7 @@ def test_ranks_agree_on_one_length(ranks: Ranks) -> None:
         },
         {"mm_features": [SimpleNamespace(identifier="mine", modality="image", mm_position=SimpleNamespace(offset=2))]},
         {"prompt_embeds": object()},
-        {"lora_request": SimpleNamespace(lora_path="")},
+        {"lora_request": SimpleNamespace(lora_path="", lora_int_id=1)},
         {"resumable": True},
         {"skip_reading_prefix_cache": True},
     ],

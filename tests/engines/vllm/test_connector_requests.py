@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 
 from kvstore.keys import TokenChain
@@ -135,8 +137,9 @@ def test_adapters_and_none_never_mix(ranks: Ranks, tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "adapter_model.safetensors").write_bytes(content)
-        requests[name] = a_request(TOKEN_IDS, name, lora_request=SimpleNamespace(lora_path=str(folder)))
-        while ranks.half._adapters.of(str(folder)) is None:
+        adapter = LoRARequest(name, len(requests) + 1, str(folder))
+        requests[name] = a_request(TOKEN_IDS, name, lora_request=adapter)
+        while ranks.half._adapters.of(adapter) is None:
             pass
     requests["none"] = a_request(TOKEN_IDS, "none")
     ranks.half.arrive(requests["one"])
@@ -153,6 +156,33 @@ def test_adapters_and_none_never_mix(ranks: Ranks, tmp_path: Path) -> None:
         ranks.half.arrive(again)
         found[name] = ranks.matched(again)[0]
     assert found == {"one": 3 * TOKENS, "other": 0, "copy": 3 * TOKENS, "none": 0}
+
+
+def test_the_first_request_of_an_adapter_waits_until_it_has_a_name(ranks: Ranks, tmp_path: Path) -> None:
+    """It is looked up and saved like any other, once its adapter's files are hashed; when that takes longer than a
+    look-up may, it is computed.
+    """
+    gate = threading.Event()
+    ranks.half._adapters._pool.submit(gate.wait, 20.0)
+    for number, name in [(1, "first"), (2, "late")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
+        request = a_request(TOKEN_IDS, name, lora_request=LoRARequest(name, number, str(tmp_path / name)))
+        ranks.half.arrive(request)
+        assert ranks.half.match(request, 0) == (None, False)
+        if name == "late":
+            ranks.half._unnamed[name] = 0.0  # its deadline is over
+            assert ranks.half.match(request, 0) == (0, False)
+            assert name not in ranks.half._requests
+            break
+        gate.set()
+        while ranks.half.match(request, 0) == (None, False):
+            pass
+        assert ranks.half._requests[name].prefix.adapter is not None
+        gate.clear()
+        ranks.half._adapters._pool.submit(gate.wait, 20.0)
+    gate.set()
+    assert ranks.half._unnamed == {}
 
 
 def replace_id(request: Any, name: str) -> Any:
