@@ -12,13 +12,14 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 
+from kvstore.explain import explain, read_access
 from kvstore.keys import TokenChain
 from kvstore.store import BlockPut
 from kvstore.traffic import AGENT, CHAT
 from tests.support.vllm_halves import TOKENS, Ranks, a_request, config_of, full, sliding
 from workers.adapters import vllm_wishes
 from workers.adapters.attachment import CACHE_WISH, CLASS_WISH, TENANT_WISH, Terms
-from workers.adapters.vllm_accesses import REASON_END, REASON_WINDOW
+from workers.adapters.vllm_accesses import REASON_END, REASON_WINDOW, access_record
 from workers.adapters.vllm_wishes import NAMES_TOLD_MAX, OF_OTHERS, read_wishes
 
 TOKEN_IDS = list(range(100, 122))
@@ -235,4 +236,7 @@ def test_a_hit_that_is_declined_for_want_of_a_window_is_told(length: int, reason
     stats = both.half.stats()
     assert stats is not None
     assert stats.data.get("windows_missed", 0) == missed
+    ended: Any = SimpleNamespace(**vars(request), is_finished=lambda: True, num_output_tokens=1)
+    told = explain(read_access(access_record(ended, reuse, 1.0).to_json()), None, {})
+    assert ("its window is not stored" in told.sentence) == (missed > 0)
     both.half.close()
