@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Completion:
     """An answer, and how many tokens of its prompt vLLM says it did not compute."""
 
     text: str
+    tokens: list[int]
     prompt_tokens: int
     cached_tokens: int
 
@@ -77,14 +79,16 @@ class VllmServer:
                 raise AssertionError(f"vLLM did not start\n{self._log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.1)
 
-    def complete(self, prompt: str, *, answer: int = 8) -> Completion:
-        """One greedy completion."""
+    def complete(self, prompt: str | Sequence[int], *, answer: int = 8) -> Completion:
+        """One greedy completion of a text, or of token ids."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+        body["return_token_ids"] = True
         with self._client() as client:
             found = client.post("/v1/completions", json=body).raise_for_status().json()
         usage = found["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-        return Completion(found["choices"][0]["text"], usage["prompt_tokens"], cached)
+        (choice,) = found["choices"]
+        return Completion(choice["text"], choice["token_ids"], usage["prompt_tokens"], cached)
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache; what is stored stays."""
