@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kvstore.signals import stop_signals
 from ops.bench.attach_parts import PARTS
+from ops.bench.command import command_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -99,7 +100,7 @@ def store(
         )
         if png is not None or out is not None:
             plot.check()
-        command = " ".join(["reprise bench", *sys.argv[sys.argv.index("store") :]] if "store" in sys.argv else [])
+        command = command_of(sys.argv, "store")
         report = measure(settings, data=data, command=command, is_quick=is_quick, progress=_progress)
         if png is not None:
             plot.draw(report, png)
@@ -164,7 +165,7 @@ def attach(
             is_quick=is_quick,
             progress=_progress,
         )
-        command = " ".join(["reprise bench", *sys.argv[sys.argv.index("attach") :]] if "attach" in sys.argv else [])
+        command = command_of(sys.argv, "attach")
         report = bench.measure(settings, model=model, command=command, is_quick=is_quick, progress=_progress)
         if out is not None:
             attach_results.write(report, out)

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ops.bench import plot, tables
+from ops.bench.command import without_folders
 from ops.bench.store import Report
 
 
@@ -41,7 +42,7 @@ def page_of(report: Report, stem: str) -> str:
             *_table(("what", *tables.BARS[1:3], "standing"), map(tables.bar_row_of, report.standings())),
             *_table(tables.RATIOS, map(tables.row_of, report.measured)),
             *_table(tables.LATENCIES, map(tables.latency_row_of, tables.timed(report))),
-            *(f"- {line}" for line in tables.lines_of(report)),
+            *(f"- {without_folders(line)}" for line in tables.lines_of(report)),
             "",
         ]
     )

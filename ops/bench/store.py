@@ -25,6 +25,7 @@ from kvstore.units import parse_bytes, parse_duration_s
 from ops.bench import payload_cases, request_cases, soak, sweep_cases, trace_cases
 from ops.bench.bars import SOAK, Standing, small_blocks, standings
 from ops.bench.child import ChildFailed
+from ops.bench.command import without_folders
 from ops.bench.ground import BenchFailed, Ground, Progress, Settings, ground, quick
 from ops.bench.measure import Case, Measured, run
 from ops.bench.peers import PEERS
@@ -67,13 +68,17 @@ class Report:
             "format": FORMAT,
             "command": self.command,
             "quick": self.quick,
-            "settings": {**asdict(self.settings), "trace": str(self.settings.trace or "")},
+            "settings": {
+                **asdict(self.settings),
+                "peers_python": Path(self.settings.peers_python).name,
+                "trace": self.settings.trace.name if self.settings.trace else "",
+            },
             "machine": self.machine,
             "versions": self.versions,
             "cases": [measured.to_json() for measured in self.measured],
             "small_blocks": small_blocks(self.measured),
             "bars": [standing.to_json() for standing in self.standings()],
-            "skipped": self.skipped,
+            "skipped": {name: without_folders(reason) for name, reason in self.skipped.items()},
             "warnings": self.warnings,
             "memory": self.memory,
             "sweeps": self.sweeps,

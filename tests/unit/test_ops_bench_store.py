@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.keys import SpaceId, space_id
-from ops.bench import peers
+from ops.bench import peers, results
 from ops.bench.bars import small_blocks, standings
 from ops.bench.baselines import Buffers, RawFile
 from ops.bench.blocks import SPACE, base_payload, differing, names_of, stamp
 from ops.bench.child import ChildFailed
 from ops.bench.cli import app
+from ops.bench.command import command_of
 from ops.bench.echo import Echo, FilePair
 from ops.bench.fio import seconds_of
 from ops.bench.ground import BenchFailed, Settings, ground
@@ -393,3 +394,24 @@ def test_bars_that_are_missed_say_by_how_much() -> None:
     memory = {"many small blocks": {"blocks": 1e6, "presence_bytes_per_block": 50.0}, "soak": {"growth": 1.0}}
     words = [standing.word for standing in standings([case], memory, {0: case.label})]
     assert words == ["short by 25%", "not compared", "short by 25%", "met"]
+
+
+def test_a_kept_result_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    """Of every path that a run was given, or failed at, only the last part is kept."""
+    trace = tmp_path / "runs.jsonl"
+    trace.touch()
+    arguments = ["/usr/bin/reprise", "bench", "store", "--data", str(tmp_path / "volume"), f"--trace={trace}"]
+    arguments += ["--out", "results/kept/", "--groups", "get,put", "--peers-python", str(tmp_path / "bin" / "python3")]
+    command = command_of(arguments, "store")
+    assert command == (
+        "reprise bench store --data volume --trace=runs.jsonl --out kept --groups get,put --peers-python python3"
+    )
+    assert command_of(["pytest"], "store") == ""
+    settings = settings_of(sizes=["64KiB"], trace=trace, peers_python=str(tmp_path / "bin" / "python3"))
+    report = Report(command, settings, True, {"load_average_before": (0.0,)}, {})
+    report.skipped["put"] = f"failed: [Errno 28] No space left on device: '{tmp_path}/volume/1.seg' (0.3 GB/s)"
+    kept = json.dumps(report.to_json())
+    assert str(tmp_path) not in kept
+    assert "'1.seg' (0.3 GB/s)" in kept
+    assert report.to_json()["settings"]["peers_python"] == "python3"
+    assert str(tmp_path) not in results.page_of(report, "stem")
