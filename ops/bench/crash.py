@@ -28,10 +28,11 @@ from kvstore.daemon.files import disk_bytes
 from kvstore.daemon.fsck import check
 from kvstore.daemon.record import record_bytes
 from kvstore.errors import StoreError
-from ops.bench.crash_book import BRIEF, CAPACITY_BYTES, VIOLATIONS, Book, spaces
+from ops.bench.crash_book import CAPACITY_BYTES, VIOLATIONS, Book, spaces
 from ops.bench.crash_clients import Client, judge_fsck, shares, verify
 from ops.bench.crash_daemon import NOWHERE, DaemonFailed, Daemons
 from ops.bench.crash_points import choose_point
+from ops.bench.crash_policy import BRIEF
 from ops.bench.crash_power import PowerRig
 
 ROUNDS_A_STORE = 10
@@ -214,7 +215,8 @@ class _KillRig:
         report = check(self._folder / "data")
         judge_fsck(report, self._book)
         self._book.judge_files(self._folder / "data" / "segments")
-        lasting = {block.name.key for block in self._book.blocks if block.traffic_class != BRIEF}
+        brief = {BRIEF, *self._book.policy.brief}
+        lasting = {block.name.key for block in self._book.blocks if block.traffic_class not in brief}
         least = sum(record_bytes(info.stored_bytes) for info in infos if info.key in lasting)
         most = sum(record_bytes(info.stored_bytes) for info in infos)
         if not least <= report.live_bytes <= most or report.adoptable_records or report.index_stale:

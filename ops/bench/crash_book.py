@@ -22,20 +22,14 @@ from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN
 from kvstore.keys import AttentionGroup, BlockName, Space, TokenChain, space_id
 from kvstore.limits import KEY_BYTES, KIB, MIB
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, PutOutcome
-from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from kvstore.traffic import AGENT, CHAT, ClassRules, TrafficClass
+from ops.bench.crash_policy import BRIEF, PolicyBook, first_rules
 
 CAPACITY_BYTES = 24 * MIB
 SEGMENT_BYTES = MIB
 """Small, so that segments are recycled all the time."""
-BRIEF = TrafficClass(40)
-RULES = ClassRules(
-    (
-        ClassRule(AGENT, "agent", keep_for_s=3 * 86_400, priority=200, floor_bytes=CAPACITY_BYTES),
-        ClassRule(CHAT, "chat", keep_for_s=7 * 86_400, priority=100),
-        ClassRule(BRIEF, "brief", keep_for_s=1, priority=50),
-    )
-)
-"""What is of class agent always fits its floor, so nothing may evict it; chat is more than fits; brief expires."""
+RULES = first_rules(CAPACITY_BYTES)
+"""Those that a store begins with; clients change them."""
 SHARES = {AGENT: 120, CHAT: 420, BRIEF: 60}
 """Blocks of each class."""
 SIZES: dict[TrafficClass, tuple[int, ...]] = {
@@ -126,14 +120,16 @@ class Expected:
             self.name, BLOCK_TOKENS, payload_of(self.name, token, self.size), 0 if exact else FLAG_APPROXIMATE
         )
 
-    def settle(self, outcome: PutOutcome, *, exact: bool, durable: bool) -> None:
-        """What the put was answered. ``durable``: whether the level promised survives what will happen."""
+    def settle(self, outcome: PutOutcome, *, exact: bool, durable: bool, lasting: bool) -> None:
+        """What the put was answered. ``durable``: whether the level promised survives what will happen; ``lasting``:
+        whether the policy promises anything.
+        """
         token = 2 * self.life + exact
         self.unanswered -= outcome is not PutOutcome.UNREACHABLE
         if outcome in ACKNOWLEDGED:
             if exact and durable:
                 self.possible = {token}
-            self.promised = self.is_kept and (self.promised or durable)
+            self.promised = self.is_kept and (self.promised or (durable and lasting))
         elif outcome is not PutOutcome.UNREACHABLE and self.is_fresh and not self.unanswered:
             self.possible.discard(token)
 
@@ -166,6 +162,7 @@ class Book:
         self.strangers = names[len(classes) :]
         self.erased: set[int] = set()
         """Seeds of the payloads of which no byte may be on disk any more."""
+        self.policy = PolicyBook()
         self.counts: Counter[str] = Counter()
         self.violations: list[tuple[str, str]] = []
 
@@ -173,6 +170,18 @@ class Book:
         """Blocks of the first or the second space."""
         space = spaces()[number]
         return [block for block in self.blocks if block.space == space]
+
+    def expect_policy(self, rules: ClassRules) -> None:
+        """A change begins: what it may let expire is promised no longer."""
+        with self.policy.lock:
+            self.policy.expect(rules)
+            for block in self.blocks:
+                if block.traffic_class in self.policy.brief and not block.pinned:
+                    block.promised = False
+
+    def lasts(self, block: Expected) -> bool:
+        """Whether the store may neither evict nor expire a block, as far as the policy is known."""
+        return block.pinned or (block.is_kept and block.traffic_class not in self.policy.brief)
 
     def end_erasure(self, blocks: Sequence[Expected]) -> None:
         """A purge order was acknowledged: nothing of any life so far is left."""

@@ -20,7 +20,8 @@ from kvstore.keys import SpaceId, space_id
 from kvstore.purges import PurgeOrder
 from kvstore.store import AckLevel, BlockInfo, BlockPut, GetStatus, Pin, PutOutcome
 from kvstore.traffic import AGENT, CHAT, TrafficClass
-from ops.bench.crash_book import ACKNOWLEDGED, SECOND_SPACE_BLOCKS, Book, Expected, spaces
+from ops.bench.crash_book import ACKNOWLEDGED, RULES, SECOND_SPACE_BLOCKS, Book, Expected, spaces
+from ops.bench.crash_policy import BRIEF, LASTING, SHORT, changed
 
 BATCH_MAX = 16
 VERIFY_S = 60.0
@@ -36,6 +37,7 @@ VERBS = {
     "unpin": 2,
     "purge": 1,
     "order": 1,
+    "policy": 2,
 }
 
 
@@ -71,6 +73,7 @@ class Client:
             "unpin": self._unpin,
             "purge": self._purge,
             "order": self._order,
+            "policy": self._policy,
         }
 
     def work(self, stop: threading.Event) -> None:
@@ -104,13 +107,17 @@ class Client:
         some = [block for block in some if block.traffic_class == traffic_class]
         puts = [block.put(exact=exact) for block in some]
         space = space_id(some[0].space)
+        changes = self._book.policy.changes
         if durable and isinstance(self._store, Node) and self._chance.random() < 0.5:
             outcomes = _put_in_parts(self._store, space, puts, traffic_class)
         else:
             ack: AckLevel = "disk" if durable else "os"
             outcomes = self._store.put(space, puts, traffic_class=traffic_class, ack=ack, deadline_s=CALL_S)
-        for block, outcome in zip(some, outcomes, strict=True):
-            block.settle(outcome, exact=exact, durable=durable or self._after_kill)
+        with self._book.policy.steady(changes) as is_steady:
+            for block, outcome in zip(some, outcomes, strict=True):
+                lasting = is_steady and self._book.lasts(block)
+                block.settle(outcome, exact=exact, durable=durable or self._after_kill, lasting=lasting)
+        for outcome in outcomes:
             self._book.counts[f"put {outcome.name.lower()}"] += 1
         done = sum(outcome in ACKNOWLEDGED for outcome in outcomes)
         self._book.counts["acknowledged"] += done
@@ -186,16 +193,30 @@ class Client:
         for block in self._some()[:2]:
             pin = Pin(space_id(block.space), block.name.key, "crash", "")
             if self._store.pin([pin], deadline_s=CALL_S):
-                block.pinned = True
-                block.promised |= self._after_kill
+                with self._book.policy.lock:
+                    block.pinned = True
+                    block.promised |= self._after_kill
                 self._book.counts["pinned"] += 1
 
     def _unpin(self) -> None:
         some = self._some()
-        for block in some:
-            block.pinned = False
-            block.promised &= block.is_kept
+        with self._book.policy.lock:
+            for block in some:
+                block.pinned = False
+                block.promised &= self._book.lasts(block)
         self._store.unpin(space_id(some[0].space), [block.name.key for block in some], deadline_s=CALL_S)
+
+    def _policy(self) -> None:
+        """Blocks of a class are kept shorter, or longer again; what was let go of meanwhile is not promised."""
+        book = self._book.policy
+        with book.changing:
+            kept_s = self._chance.choice(LASTING if book.brief - {BRIEF} or self._chance.random() < 0.5 else SHORT)
+            rules = changed(RULES, *kept_s)
+            version = self._store.policy(deadline_s=CALL_S).version
+            self._book.expect_policy(rules)
+            self._store.set_policy(rules, "crash", expected_version=version, apply=True, deadline_s=CALL_S)
+            book.learn(rules)
+        self._book.counts["policy shortened" if kept_s in SHORT else "policy lengthened"] += 1
 
 
 def _put_in_parts(
@@ -229,6 +250,7 @@ def shares(book: Book, count: int) -> list[list[Expected]]:
 
 def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) -> None:
     """Read everything while nobody writes; every answer is judged. Raises Unavailable if the store dies meanwhile."""
+    book.policy.learn(store.policy(deadline_s=VERIFY_S).rules)
     for number in range(2):
         blocks = book.of_space(number)
         names = [block.name for block in blocks]
@@ -239,7 +261,7 @@ def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) ->
         for block, status, buffer in zip(blocks, statuses, buffers, strict=True):
             book.judge_still(block, status, buffer)
             if after_kill and status is GetStatus.OK:
-                block.promised = block.is_kept
+                block.promised = book.lasts(block)
     _verify_strangers(store, book)
     if not after_kill:  # an index of before may name records that have expired, and were deleted: nobody reads those
         store.sweep(apply=True, deadline_s=VERIFY_S)
