@@ -102,6 +102,10 @@ class Expected:
     pinned: bool = False
     unanswered: int = 0
     """Puts of this life that got no answer, or not yet."""
+    is_doubted: bool = False
+    """A start found nothing of it that may be served. Its row may name a record that was killed while it was let go of,
+    and come back with a longer policy: who touches that, before anybody reads it, touches a miss.
+    """
     is_fresh: bool = False
     """Whether the last put offered a payload that was never offered before."""
 
@@ -129,7 +133,8 @@ class Expected:
         if outcome in ACKNOWLEDGED:
             if exact and durable:
                 self.possible = {token}
-            self.promised = self.is_kept and (self.promised or (durable and lasting))
+            self.is_doubted &= outcome is PutOutcome.TOUCHED
+            self.promised = self.is_kept and (self.promised or (durable and lasting and not self.is_doubted))
         elif outcome is not PutOutcome.UNREACHABLE and self.is_fresh and not self.unanswered:
             self.possible.discard(token)
 

@@ -260,6 +260,7 @@ def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) ->
             raise Unavailable("the store died while it was verified")
         for block, status, buffer in zip(blocks, statuses, buffers, strict=True):
             book.judge_still(block, status, buffer)
+            block.is_doubted = status is not GetStatus.OK
             if after_kill and status is GetStatus.OK:
                 block.promised = book.lasts(block)
     _verify_strangers(store, book)
