@@ -297,11 +297,13 @@ def decode_lookup(body: bytes) -> LookupRequest:
     return LookupRequest(SpaceId(space_id), names, bool(states))
 
 
-def encode_lookup_reply(answer: Lookup) -> bytes:
+def encode_lookup_reply(answer: Lookup, load_s_estimate: float | None = None) -> bytes:
+    """``load_s_estimate``: instead of the answer's own."""
+    load_s = answer.load_s_estimate if load_s_estimate is None else load_s_estimate
     states = answer.states[: limits.STATES_PER_LOOKUP_MAX]
     return b"".join(
         (
-            _LOOKUP_REPLY.pack(len(answer.presence), len(states), answer.complete, answer.load_s_estimate),
+            _LOOKUP_REPLY.pack(len(answer.presence), len(states), answer.complete, load_s),
             answer.presence.astype(np.uint8, copy=False).tobytes(),
             answer.flags.astype(np.uint8, copy=False).tobytes(),
             answer.payload_bytes.astype("<u4", copy=False).tobytes(),

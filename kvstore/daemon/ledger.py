@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,6 +53,8 @@ _PAGE = 1024
 _PAGE_OF_LOCK = 256
 """Blocks that are forgotten under one hold of the lock: about a millisecond."""
 _LIFE_DTYPE = np.dtype([("status", "u1"), ("generation", "<u8"), ("file", "<u4")])
+_GONE = np.zeros((), extents.ROW)
+_GONE["status"] = MISS
 
 
 class Place(NamedTuple):
@@ -220,29 +223,43 @@ class Ledger:
             served = presence.served(slots, words, space_id, digests, now_s)
             if shapes.any_locked:
                 self.counters.key_missing += int(np.count_nonzero(presence.locked(slots[slots >= 0])))
-            slots = slots[served]
-            segments = presence.segments_of(slots)
-            offsets, record_bytes = presence.offsets_of(slots), presence.record_bytes_of(slots)
-            shape = presence.shape_of(slots)
-            payload_bytes, codec, flags = shapes.payload_bytes[shape], shapes.codec[shape], shapes.flags[shape]
-            numbers, which, counts = np.unique(segments, return_inverse=True, return_counts=True)
-            lives = np.zeros(len(numbers), dtype=_LIFE_DTYPE)
-            lives["status"] = MISS
-            for at, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
-                segment = self.segments.segments.get(number)
-                if segment is not None:  # a file that vanished is let go before its rows
-                    lives[at] = (LENT, segment.header.generation, len(taken.leases))
-                    segment.leases += count
-                    taken.leases[segment] = count
-        there = lives["status"][which.ravel()] == LENT
-        life, served = lives[which.ravel()[there]], served[there]
+            all_served = len(served) == len(slots)
+            slots = slots if all_served else slots.take(served)
+            segments, offsets = presence.segments_of(slots), presence.offsets_of(slots)
+            record_bytes, shape = presence.record_bytes_of(slots), presence.shape_of(slots)
+            payload_bytes = shapes.payload_bytes.take(shape)
+            codec, flags = shapes.codec.take(shape), shapes.flags.take(shape)
+            lives = self._lease(segments, taken.leases)
+        at = slice(None) if all_served else served
         rows = taken.rows
-        rows["status"][served], rows["generation"][served] = LENT, life["generation"]
-        rows["segment"][served], rows["file"][served] = segments[there], life["file"]
-        rows["offset"][served], rows["flags"][served] = offsets[there], flags[there]
-        taken.record_bytes[served], taken.payload_bytes[served] = record_bytes[there], payload_bytes[there]
-        taken.codec[served] = codec[there]
+        for name in ("status", "generation", "file"):
+            rows[name][at] = lives[name]
+        rows["segment"][at], rows["offset"][at], rows["flags"][at] = segments, offsets, flags
+        taken.record_bytes[at], taken.payload_bytes[at], taken.codec[at] = record_bytes, payload_bytes, codec
+        gone = np.asarray(served)[lives["status"] != LENT]
+        if len(gone):
+            for column in (taken.record_bytes, taken.payload_bytes, taken.codec):
+                column[gone] = 0
+            rows[gone] = _GONE
         return taken
+
+    def _lease(self, segments: npt.NDArray[np.uint32], leases: dict[Segment, int]) -> npt.NDArray[np.void]:
+        """Lease each segment as often as it is named, and say so in ``leases``; returns the lives, in that order.
+
+        The lock is held.
+        """
+        numbers = segments.tolist()
+        counts = Counter(numbers)
+        lives = np.zeros(len(counts), _LIFE_DTYPE)
+        lives["status"] = MISS
+        for at, (number, count) in enumerate(counts.items()):
+            segment = self.segments.segments.get(number)
+            if segment is not None:  # a file that vanished is let go before its rows
+                lives[at] = (LENT, segment.header.generation, len(leases))
+                segment.leases += count
+                leases[segment] = count
+        which = dict(zip(counts, range(len(counts)), strict=True))
+        return lives.take([which[number] for number in numbers])
 
     def give_back_many(self, taken: Taken) -> None:
         """End the leases of ``take_many``, once."""

@@ -68,7 +68,8 @@ class Loan:
     def add(self, lender: Lender, positions: npt.NDArray[np.intp] | None, taken: Taken) -> None:
         """Take over what a lender lent, for the blocks at these positions (None: for all)."""
         self._owed.append((lender, taken))
-        taken.rows["file"][taken.found] += len(self.files)
+        if self.files:
+            taken.rows["file"][taken.found] += len(self.files)
         self.files += [(segment, segment.header.generation) for segment in taken.leases]
         if positions is None:
             self.rows, self.payload_bytes, self.codecs = taken.rows, taken.payload_bytes, taken.codec

@@ -8,7 +8,7 @@ against the budget of bytes in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ from kvstore.daemon.load import LoadRate
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.record import RecordHeader, encode_header
 from kvstore.daemon.request import Request, neighbour_of
-from kvstore.daemon.sending import Made, Stretch, send
+from kvstore.daemon.sending import Made, Stretch, send, send_around
 from kvstore.direct import PageReader
 from kvstore.errors import Overloaded, ProtocolError
 from kvstore.extents import ASK, LENT, MISS, ExtentStatus, Plan
@@ -110,7 +110,11 @@ class Outgoing:
             lent = np.flatnonzero(loan.rows["status"] == LENT)
             plan = extents.plan(loan.rows, lent, asked.wanted_bytes)
             request.answer(extents.encode_rows(loan.rows), plan.total_bytes, more=bool(plan.order))
-            send(request, _parts(plan, loan, made), self._pages, self._stall_s)
+            parts = _parts(plan, loan, made)
+            if any(segment.bypass for segment, _ in loan.files):
+                send_around(request, list(parts), self._pages, self._stall_s)
+            else:
+                send(request, parts, self._stall_s)
             payload_bytes = sum(plan.sizes)
             answering.done(payload_bytes)
         self._metrics.payload_out.inc(payload_bytes)
@@ -130,7 +134,11 @@ class Outgoing:
             loan.answering = self._load_rate.begin(place.payload_bytes)
             record_bytes = HEADER_BYTES + place.payload_bytes
             request.answer(extents.encode_row(row), record_bytes, more=True)
-            send(request, [Stretch(place.segment, row.offset, record_bytes)], self._pages, self._stall_s)
+            parts = [Stretch(place.segment, row.offset, record_bytes)]
+            if place.segment.bypass:
+                send_around(request, parts, self._pages, self._stall_s)
+            else:
+                send(request, parts, self._stall_s)
             loan.answering.done()
         finally:
             loan.close()
@@ -209,14 +217,13 @@ class Outgoing:
         neighbour_of(request).release()
 
 
-def _parts(plan: Plan, loan: Loan, made: Mapping[int, Made]) -> list[Stretch | Made]:
-    """The payload of a GET answer: run after run."""
-    return [
-        made[plan.order[begin]]
-        if plan.order[begin] in made
-        else Stretch(loan.files[plan.files[begin]][0], plan.offsets[begin], plan.run_bytes(run))
-        for run, begin in enumerate(plan.runs[:-1])
-    ]
+def _parts(plan: Plan, loan: Loan, made: Mapping[int, Made]) -> Iterator[Stretch | Made]:
+    """The payload of a GET answer: run after run, made out as it is sent, since the peer waits for the first."""
+    for run, begin in enumerate(plan.runs[:-1]):
+        if made and plan.order[begin] in made:
+            yield made[plan.order[begin]]
+        else:
+            yield Stretch(loan.files[plan.files[begin]][0], plan.offsets[begin], plan.run_bytes(run))
 
 
 def _header(space_id: SpaceId, name: BlockName, lease: Lease, offset: int) -> bytes:

@@ -40,6 +40,7 @@ _PRESENT, _EXPIRED, _PURGED = (np.uint8(each) for each in (Presence.PRESENT, Pre
 _MORE = np.uint16(0x8000)
 """In ``_units``: this row has further touches or a pin, in dictionaries."""
 _PLACE_BITS = np.uint64(32)
+_OFFSET_MASK, _ALIGN = np.uint64(0xFFFFFFFF), np.uint64(RECORD_ALIGN)
 _WORD = np.uint64(29)
 _KEY_WORDS = struct.Struct(">4Q")
 _DIGEST_WORDS = struct.Struct("<2Q")
@@ -264,18 +265,18 @@ class PresenceMap:
         )
 
     def segments_of(self, slots: Slots) -> npt.NDArray[np.uint32]:
-        return (self.places[slots] >> _PLACE_BITS).astype(np.uint32)
+        return (self.places.take(slots) >> _PLACE_BITS).astype(np.uint32)
 
     def offsets_of(self, slots: Slots) -> npt.NDArray[np.uint64]:
-        pages: npt.NDArray[np.uint64] = (self.places[slots] & np.uint64(0xFFFFFFFF)) * np.uint64(RECORD_ALIGN)
+        pages: npt.NDArray[np.uint64] = (self.places.take(slots) & _OFFSET_MASK) * _ALIGN
         return pages
 
     def record_bytes_of(self, slots: Slots) -> npt.NDArray[np.int64]:
-        return (self._units[slots] & ~_MORE).astype(np.int64) * RECORD_ALIGN
+        return (self._units.take(slots) & ~_MORE).astype(np.int64) * RECORD_ALIGN
 
     def shape_of(self, slots: Slots) -> npt.NDArray[np.uint32]:
         """Numbers into ``shapes``."""
-        return self._shape[slots]
+        return self._shape.take(slots)
 
     def class_of(self, slots: Slots) -> npt.NDArray[np.uint8]:
         """The class that touched each last."""

@@ -8,7 +8,7 @@ who finds no buffer to read around the page cache is served through it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
@@ -34,8 +34,17 @@ class Made(NamedTuple):
     data: Buffer
 
 
-def send(request: Request, parts: Sequence[Stretch | Made], pages: PageReader, stall_s: float) -> None:
+def send(request: Request, parts: Iterable[Stretch | Made], stall_s: float) -> None:
     """All of the payload, part after part, once the answer was begun. Raises as ``Request.send_file``."""
+    for part in parts:
+        if isinstance(part, Made):
+            request.send_made(*part, stall_s)
+        else:
+            request.send_file(part.segment.fd, part.offset, part.length, stall_s)
+
+
+def send_around(request: Request, parts: Sequence[Stretch | Made], pages: PageReader, stall_s: float) -> None:
+    """As ``send``, of parts some of which are to be read around the page cache."""
     with ExitStack() as held:
         direct = _open_cold(held, parts)
         pieces = [
@@ -46,12 +55,10 @@ def send(request: Request, parts: Sequence[Stretch | Made], pages: PageReader, s
         ]
         reading = held.enter_context(closing(pages.read(pieces)))
         for part in parts:
-            if isinstance(part, Made):
-                request.send_made(*part, stall_s)
-            elif part in direct:
+            if isinstance(part, Stretch) and part in direct:
                 _send_read(request, part, reading, stall_s)
             else:
-                request.send_file(part.segment.fd, part.offset, part.length, stall_s)
+                send(request, (part,), stall_s)
 
 
 def _open_cold(held: ExitStack, parts: Sequence[Stretch | Made]) -> Mapping[Stretch, int]:

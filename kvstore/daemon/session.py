@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import xxhash
@@ -32,7 +31,7 @@ from kvstore.errors import (
     Unauthorized,
     VersionMismatch,
 )
-from kvstore.framing import close_all
+from kvstore.framing import AHEAD_BYTES_SMALL, close_all
 from kvstore.keys import KEY_ALGORITHM, BlockName, Space, SpaceId
 from kvstore.store import Store
 from kvstore.traffic import TrafficClass
@@ -116,6 +115,8 @@ class Session:
             return False
         body = wire.encode_welcome(wire.Welcome(wire.VERSION, KEY_ALGORITHM, self._name))
         channel.send(wire.encode_frame(wire.Opcode.HELLO, header.request_id, body, reply=True))
+        if channel.peer_uid() is None:
+            channel.read_ahead(AHEAD_BYTES_SMALL)  # no descriptor comes over a network
         return True
 
     def step(self, connection: Connection, idle_s: float, frame_s: float) -> bool:
@@ -188,10 +189,8 @@ class Session:
     def _lookup(self, request: Request) -> None:
         asked = wire.decode_lookup(request.body)
         answer = self._backend.lookup(asked.space_id, asked.names, states=asked.states, deadline_s=request.left_s())
-        if self._load_rate.is_known:
-            load_s = self._load_rate.estimate_s(answer.prefix_bytes())
-            answer = replace(answer, load_s_estimate=max(load_s, answer.load_s_estimate))
-        request.answer(wire.encode_lookup_reply(answer))
+        load_s = self._load_rate.estimate_s(answer.prefix_bytes()) if self._load_rate.is_known else 0.0
+        request.answer(wire.encode_lookup_reply(answer, max(load_s, answer.load_s_estimate)))
 
     def _touch(self, request: Request) -> None:
         asked = wire.decode_touch(request.body)
