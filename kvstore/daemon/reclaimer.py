@@ -93,17 +93,27 @@ class Reclaimer:
         """Generations of segments whose blocks do not shrink."""
         self.blocks_max = min(blocks_max(index_budget_bytes), ROWS_MAX)
 
-    def segment_for(self, class_byte: int, day: int, record_bytes: int, now_s: int) -> Segment | None:
+    def segment_for(
+        self, class_byte: int, day: int, record_bytes: int, now_s: int, *, beside: bool = False
+    ) -> Segment | None:
         """A segment with room for a new record of a class and expiry day, recycling others if need be;
         None: refused. No living block goes because others have filled the file system.
+
+        ``beside``: puts are under way, whose segments are left alone, and no block is written again for it; None then
+        says only that it is to be asked for once nothing is.
         """
         segments = self._ledger.segments
         since = self._since(class_byte, now_s)
+        if beside and (segments.seal_later is None or segments.open_for(class_byte, day, record_bytes, since)):
+            return None  # it would be sealed at once, or a note be written to it
         segment = self._reaching(segments.open_for(class_byte, day, record_bytes, since), now_s)
         while segment is None:
             held_back = segments.held_back
             if not self._make_room(
-                lambda: segments.free_count > SPARE_SEGMENTS and not segments.held_back, now_s, lossless=held_back
+                lambda: segments.free_count > SPARE_SEGMENTS and not segments.held_back,
+                now_s,
+                lossless=held_back,
+                as_they_are=beside,
             ):
                 return None
             segment = self._reaching(segments.open_for(class_byte, day, record_bytes, since), now_s) or self._begin(
@@ -198,7 +208,7 @@ class Reclaimer:
                     pinned_bytes=pinned_bytes[number],
                     promise_until_s=held.promise_until_s,
                     begun=segment.begun,
-                    busy=segment.failed or segment.leases > 0,
+                    busy=segment.failed or segment.leases > 0 or segment.promised_bytes > 0,
                     ages=segment.header.class_byte in aged,
                 )
                 for number, segment in self._ledger.segments.segments.items()
@@ -347,8 +357,12 @@ class Reclaimer:
                 self._ledger.segments.forget(segment)
             log.error("segment_vanished path=%s blocks=%d", segment.path, len(slots))
 
-    def _make_room(self, enough: Callable[[], bool], now_s: int, *, lossless: bool = False) -> bool:
-        """Recycle victims until there is enough; False if everything that is left is protected or stuck."""
+    def _make_room(
+        self, enough: Callable[[], bool], now_s: int, *, lossless: bool = False, as_they_are: bool = False
+    ) -> bool:
+        """Recycle victims until there is enough; False if everything that is left is protected or stuck, or, with
+        ``as_they_are``, once blocks would have to be written again.
+        """
         passed_over: set[int] = set()
         for _ in range(2 * len(self._ledger.segments.segments) + 3):
             if enough():
@@ -359,7 +373,7 @@ class Reclaimer:
             usages = self.usages(now_s)
             marked = [usage._replace(busy=True) if usage.segment in passed_over else usage for usage in usages]
             step = choose_victim(marked, self._rules(), lossless=lossless)
-            if step is None:
+            if step is None or (as_they_are and step.action is not Action.FREE):
                 return False
             if not self._carry_out(step, now_s):
                 passed_over.add(step.segment)

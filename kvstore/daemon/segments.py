@@ -177,12 +177,12 @@ class SegmentSet:
             self._seal(segment)
 
     def _fill(self, segment: Segment) -> None:
-        """No more appends, but the seal may come later."""
+        """No more appends but those of puts under way; the seal may come later, and does where there are some."""
         self._take_out(segment)
-        if segment.torn or self.seal_later is None:
-            self._seal(segment)
-        else:
+        if self.seal_later is not None and (segment.promised_bytes or not segment.torn):
             self.seal_later(segment)
+        else:
+            self._seal(segment)
 
     def _take_out(self, segment: Segment) -> None:
         key = (segment.header.class_byte, segment.header.day)

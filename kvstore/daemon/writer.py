@@ -228,7 +228,7 @@ class Writer:
         """Set room aside for the first of some blocks, of which nothing is known; None: ``put`` has to see to them.
 
         The put then goes on without the shard's lock, except for its ``end``. ``alone``: nothing is under way, so that
-        room may be made.
+        blocks may be written again to make room.
         """
         parts = {_distinct_part(key) for key in blocks.keys}
         if not 1 < len(blocks) == len(parts) <= RUN_BLOCKS_MAX or blocks.altered or not self._busy.isdisjoint(parts):
@@ -244,8 +244,8 @@ class Writer:
         batch = _Batch(space_id, blocks, class_byte, now_s, for_disk)
         first_bytes = int(batch.record_bytes[0])
         segment = self._reclaimer.segment_at_hand(class_byte, day, first_bytes, now_s)
-        if segment is None and alone:
-            segment = self._reclaimer.segment_for(class_byte, day, first_bytes, now_s)
+        if segment is None:
+            segment = self._reclaimer.segment_for(class_byte, day, first_bytes, now_s, beside=not alone)
         if segment is None:
             return None
         fitting = len(_fitting(np.arange(len(blocks)), batch.record_bytes, segment.room_bytes))

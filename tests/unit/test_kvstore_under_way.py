@@ -29,9 +29,9 @@ STORED = PutOutcome.STORED
 class Pair:
     """A node with a block in it, and two puts of others that can be under way at once."""
 
-    def __init__(self, path: Path, files: FaultyFiles | None = None) -> None:
+    def __init__(self, path: Path, files: FaultyFiles | None = None, **config: int) -> None:
         self.path, self.clock = path, ManualClock()
-        self.node = open_node(path, self.clock, files=files)
+        self.node = open_node(path, self.clock, files=files, **config)
         self.space = self.node.register_space(a_space())
         puts = puts_of(list(a_chain(self.space, 9).names), SIZE)
         self.before, self.first, self.second = puts[:1], puts[1:5], puts[5:]
@@ -110,6 +110,90 @@ def test_room_is_promised_once(tmp_path: Path) -> None:
     assert len(second.batch.blocks) == 2
     assert segment.room_bytes == 0
     assert pair.begin(pair.second[2:]) is None
+    pair.node.close()
+
+
+def test_a_full_segment_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """What finds no room beside a put goes into another segment, and the full one is not sealed before that put ended;
+    a kill in between leaves whole blocks.
+    """
+    pair = Pair(tmp_path / "volume")
+    first = pair.under_way(pair.first)
+    assert first.segment.room_bytes > 0
+    first.segment.promised_bytes += first.segment.room_bytes
+    assert pair.begin(pair.second) is None  # its seal would not wait
+    pair.node._shards[0].seal_in_background()
+    second = pair.under_way(pair.second)
+    assert second.segment is not first.segment
+    written(first, second)
+    assert not first.segment.sealed
+    found = open_node(copy_of(pair, tmp_path / "killed"), pair.clock)
+    for put in pair.first + pair.second:
+        status, data = read(found, pair.space, put.name, SIZE)
+        assert status is GetStatus.MISS or data == put.payload
+    found.close()
+    assert pair.writer.end(first) == [STORED] * 4
+    assert pair.writer.end(second) == [STORED] * 4
+    for _ in range(2):
+        assert pair.statuses(pair.before + pair.first + pair.second) == {GetStatus.OK}
+        pair.reopen()
+    pair.node.close()
+
+
+def test_a_failed_write_in_a_full_segment_takes_back_what_is_behind_it_there(tmp_path: Path) -> None:
+    """It is sealed in front of them, whoever makes room meanwhile; what went into another segment counts."""
+    files = FaultyFiles()
+    pair = Pair(tmp_path, files)
+    pair.node._shards[0].seal_in_background()
+    first, second = pair.under_way(pair.first[:2]), pair.under_way(pair.first[2:])
+    first.segment.promised_bytes += first.segment.room_bytes
+    first.write()
+    files.errors["pwritev"] = errno.EIO
+    second.write()
+    files.errors.clear()
+    third = pair.under_way(pair.second)
+    third.write()
+    assert third.segment is not first.segment
+    assert not first.segment.sealed
+    assert pair.writer.end(first) is None
+    assert pair.writer.end(second) is None
+    assert pair.writer.end(third) == [STORED] * 4
+    for _ in range(2):
+        assert pair.statuses(pair.first) == {GetStatus.MISS}
+        assert pair.statuses(pair.before + pair.second) == {GetStatus.OK}
+        pair.reopen()
+    pair.node.close()
+
+
+def test_what_is_under_way_is_never_made_room_of(tmp_path: Path) -> None:
+    """A full volume is recycled beside a put, and more than once over, but for the segment into which that goes."""
+    pair = Pair(tmp_path, capacity_bytes=8 * MIB)
+    pair.node._shards[0].seal_in_background()
+    first = pair.under_way(pair.first)
+    generation = first.segment.header.generation
+    first.segment.promised_bytes += first.segment.room_bytes
+    room_bytes = first.segment.promised_bytes - first.batch.total_bytes
+    names = a_chain(pair.space, 400, seed=1).names
+    for at in range(0, 400, 4):
+        puts = puts_of(list(names[at : at + 4]), 50_000)
+        done = 0
+        while done < 4:
+            rest = puts[done:]
+            outcomes = None
+            if len(rest) > 1:
+                other = pair.under_way(rest)
+                other.write()
+                outcomes = pair.writer.end(other)
+            assert outcomes is None or set(outcomes) == {STORED}
+            done += len(outcomes or rest)
+    assert pair.node.stats()["segments_recycled"] > len(pair.node._shards[0]._ledger.segments.segments)
+    assert first.segment.header.generation == generation
+    first.write()
+    first.segment.promised_bytes -= room_bytes
+    assert pair.writer.end(first) == [STORED] * 4
+    for _ in range(2):
+        assert pair.statuses(pair.first) == {GetStatus.OK}
+        pair.reopen()
     pair.node.close()
 
 
