@@ -92,7 +92,7 @@ IN_FLIGHT_BYTES_MAX = 512 * MIB
 """Payload bytes that a node holds in memory for puts, states and blocks that it unpacks or decrypts; then it answers
 Overloaded.
 """
-PUT_BUFFER_BYTES = 16 * MIB
+PUT_BUFFER_BYTES = 32 * MIB
 """A put is received and written in groups of this size, in reused buffers."""
 SEGMENT_BYTES_DEFAULT = 256 * MIB
 SEGMENT_BYTES_MIN = 1 * MIB

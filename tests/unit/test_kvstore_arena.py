@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import limits
+from kvstore import limits, submission
 from kvstore.arena import ALIGN_BYTES, Arena, ArenaOfClient, address_of
 from kvstore.client import StoreClient
 from kvstore.daemon.files import Files
@@ -128,11 +128,13 @@ def put_in_place(client: StoreClient, space: SpaceId, sizes: list[int], seed: in
     return names
 
 
-SIZES = [1, 100_003, PART_BYTES + 1, 64 * limits.KIB, 2 * limits.MIB, 3 * limits.MIB]
+LARGER_BYTES = 16 * limits.MIB
+SIZES = [1, 100_003, LARGER_BYTES + 1, 64 * limits.KIB, 2 * limits.MIB, 3 * limits.MIB]
 
 
 def test_payloads_made_in_place_are_stored_without_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd sizes, one larger than a part, put backwards; nothing goes through the socket; all the memory comes back."""
+    monkeypatch.setattr(submission, "PART_BYTES", LARGER_BYTES)
     copied: list[int] = []
     copyto = np.copyto
     node = open_node(folder)

@@ -447,8 +447,9 @@ def test_an_arena_that_could_be_cut_short_is_not_mapped(tmp_path: Path) -> None:
 # --- puts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_put_goes_through_the_arena_part_by_part() -> None:
-    """More than the arena holds, in sizes that do not divide it: every block comes back."""
+def test_a_put_goes_through_the_arena_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the parts that are under way hold, in sizes that do not divide them: every block comes back."""
+    monkeypatch.setattr(submission, "PART_BYTES", 4 * limits.MIB)
     with short_dir() as folder:
         config = NodeConfig(directories=(folder / "data",), capacity_bytes=64 * limits.MIB, segment_bytes=limits.MIB)
         node = Node.open(config, ManualClock(), TEST_RULES)
@@ -456,7 +457,7 @@ def test_a_put_goes_through_the_arena_part_by_part() -> None:
             space = client.register_space(a_space())
             names = list(a_chain(space, 90, seed=1).names)
             puts = puts_of(names, 400_003)
-            assert sum(len(put.payload) for put in puts) > local.PARTS * local.PART_BYTES
+            assert sum(len(put.payload) for put in puts) > 2 * local.PARTS * submission.PART_BYTES
             assert client.put(space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 90
             buffers = [bytearray(400_003) for _ in names]
             assert client.get_into(space, names, buffers) == [OK] * 90
@@ -464,20 +465,23 @@ def test_a_put_goes_through_the_arena_part_by_part() -> None:
         node.close()
 
 
-def test_a_block_larger_than_a_part_goes_through_the_socket() -> None:
+def test_a_block_larger_than_a_part_goes_through_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "PART_BYTES", 4 * limits.MIB)
+    size = submission.PART_BYTES + 1
     with short_dir() as folder:
         config = NodeConfig(
-            directories=(folder / "data",), capacity_bytes=256 * limits.MIB, segment_bytes=32 * limits.MIB
+            directories=(folder / "data",), capacity_bytes=64 * limits.MIB, segment_bytes=8 * limits.MIB
         )
         node = Node.open(config, ManualClock(), TEST_RULES)
         with served(node, folder) as server, client_of(server.addresses[1]) as client:
             space = client.register_space(a_space())
             names = list(a_chain(space, 2).names)
-            puts = puts_of(names, local.PART_BYTES + 1)
+            puts = puts_of(names, size)
             assert client.put(space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 2
-            buffers = [bytearray(local.PART_BYTES + 1) for _ in names]
+            buffers = [bytearray(size) for _ in names]
             assert client.get_into(space, names, buffers) == [OK] * 2
             assert buffers == [put.payload for put in puts]
+            assert server._metrics.registry.get_sample_value("reprise_store_requests_total", {"opcode": "put"}) > 0
         node.close()
 
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore import limits, sharing, submission, wire
+from kvstore import limits, local, sharing, submission, wire
 from kvstore.arena import Arena
 from kvstore.client import StoreClient
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.errors import CapacityProtected, Overloaded, ProtocolError, SpaceUnknown, StoreError, Unavailable
 from kvstore.keys import BlockName, SpaceId
 from kvstore.link import Call, Hold
-from kvstore.local import PART_BYTES, PARTS, Peer
+from kvstore.local import PARTS, Peer
 from kvstore.store import AckLevel, BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.submission import Submission
 from kvstore.testing import TEST_RULES, ManualClock, MemoryStore
@@ -29,6 +29,7 @@ from tests.support.spaces import a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
 
 SPACE = SpaceId(bytes(32))
+PART_BYTES = 16 * limits.MIB
 SIZE = PART_BYTES // 3 + 1
 """Two blocks a part."""
 STORED, REFUSED, UNREACHABLE = PutOutcome.STORED, PutOutcome.REFUSED, PutOutcome.UNREACHABLE
@@ -41,11 +42,17 @@ def folder() -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has several, each of a few blocks."""
+    monkeypatch.setattr(submission, "PART_BYTES", PART_BYTES)
+
+
 class FakeHold:
     """Answers what it is told to, and remembers what was asked and how much was under way."""
 
     def __init__(self, answers: Sequence[Answer], arena: Arena | None = None) -> None:
-        self.peer = Peer(arena, (0, PARTS * PART_BYTES), 5.0) if arena is not None else None
+        self.peer = Peer(arena, (0, PARTS * local.PART_BYTES), 5.0) if arena is not None else None
         self.sent: list[tuple[wire.Opcode, list[bytes]]] = []
         self.under_way_max = 0
         self.acks: set[str] = set()
