@@ -40,7 +40,7 @@ GROWTH = 1.6
 """What a prompt takes grows with its length to this power, as far as it has to be guessed."""
 AGAIN_S = 1.5
 """What one answer after a restart takes at most, as far as time is kept for it."""
-STARTS, REQUESTS_MIN = 2, 2
+STARTS, REQUESTS_MIN = 2, 4
 """Of the engines, in the replay: before its first half and before its second; requests of each, however late it is."""
 
 
