@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from ops.bench.attach_runs import Phase, Sample
+from ops.bench.attach_runs import PAIRS_MIN, Phase, Sample
 from ops.bench.attach_ways import BARE, REPRISE, WAYS
 from ops.bench.bars import Standing, standing
 
@@ -118,9 +118,13 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def tax_of(samples: Sequence[Sample], way: str) -> float | None:
-    """Seconds to the first token of prompts that are new, and saved meanwhile, over those with no connector."""
+    """Seconds to the first token of prompts that are new, and saved meanwhile, over those with no connector.
+
+    None of fewer than PAIRS_MIN prompts: a neighbour moves one by more than the bar is wide.
+    """
     bare = {one.prompt: one for one in samples if one.way == BARE and one.phase == "cold"}
-    return _median(_over((one for one in samples if one.way == way and one.phase == "cold"), bare))
+    taxes = _over((one for one in samples if one.way == way and one.phase == "cold"), bare)
+    return median(taxes) if len(taxes) >= PAIRS_MIN else None
 
 
 def replayed_of(samples: Sequence[Sample]) -> list[Replayed]:

@@ -57,7 +57,7 @@ def test_bars_that_nothing_was_measured_for_are_listed_as_such() -> None:
         "reprise": {"load_over_fs": 2.0, "store_over_fs": 0.5},
         "fs": {"step_us": 1.0},
     }
-    words = {row.what: row.word for row in attach_figures.standings(SAMPLES, tier)}
+    words = {row.what: row.word for row in attach_figures.standings([*SAMPLES, *_pairs(2, 5)], tier)}
     assert words == {
         attach_figures.RESTART_BAR: "met",
         "store tax: cold TTFT over no connector's": "met",
@@ -67,6 +67,16 @@ def test_bars_that_nothing_was_measured_for_are_listed_as_such() -> None:
         "tier: scheduler time per step over fs": "not compared",
     }
     assert {row.word for row in attach_figures.standings([], {})} == {"not compared"}
+
+
+def _pairs(begin: int, end: int) -> list[Sample]:
+    return [sample(way, "cold", prompt, 1.0) for prompt in range(begin, end) for way in (BARE, REPRISE)]
+
+
+def test_a_store_tax_of_few_prompts_is_none() -> None:
+    """Of fewer than five prompts the table has it, with its spread; the bar is not compared."""
+    assert attach_figures.tax_of([*SAMPLES, *_pairs(2, 4)], REPRISE) is None
+    assert attach_figures.tax_of([*SAMPLES, *_pairs(2, 5)], REPRISE) == 1.0
 
 
 def test_one_differing_token_misses_its_bar() -> None:
