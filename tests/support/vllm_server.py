@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def readme_config(store: str) -> dict[str, Any]:
 class Completion:
     """An answer, and how many tokens of its prompt vLLM says it did not compute."""
 
+    id: str
     text: str
     tokens: list[int]
     prompt_tokens: int
@@ -65,6 +66,11 @@ class VllmServer:
         self._command += ["--kv-transfer-config", json.dumps(config), *options]
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def log(self) -> str:
+        """What it printed."""
+        return self._log.read_text(errors="replace")
+
     def begin(self) -> None:
         """Start it, and wait until it is healthy."""
         self._socket.unlink(missing_ok=True)
@@ -76,19 +82,23 @@ class VllmServer:
         ends_s = time.monotonic() + START_S_MAX
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > ends_s:
-                raise AssertionError(f"vLLM did not start\n{self._log.read_text(errors='replace')[-3000:]}")
+                raise AssertionError(f"vLLM did not start\n{self.log[-3000:]}")
             time.sleep(0.1)
 
-    def complete(self, prompt: str | Sequence[int], *, answer: int = 8) -> Completion:
-        """One greedy completion of a text, or of token ids."""
+    def complete(
+        self, prompt: str | Sequence[int], *, answer: int = 8, params: Mapping[str, Any] | None = None
+    ) -> Completion:
+        """One greedy completion of a text, or of token ids. ``params``: its ``kv_transfer_params``."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
         body["return_token_ids"] = True
+        if params is not None:
+            body["kv_transfer_params"] = dict(params)
         with self._client() as client:
             found = client.post("/v1/completions", json=body).raise_for_status().json()
         usage = found["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         (choice,) = found["choices"]
-        return Completion(choice["text"], choice["token_ids"], usage["prompt_tokens"], cached)
+        return Completion(found["id"], choice["text"], choice["token_ids"], usage["prompt_tokens"], cached)
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache; what is stored stays."""

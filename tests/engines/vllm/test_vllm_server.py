@@ -54,8 +54,12 @@ def reprise(*arguments: str) -> Any:
 def test_a_server_that_was_killed_hits_what_it_computed_before(
     tmp_path: Path, store: StoreProcess, model: Path
 ) -> None:
-    """kill -9 of vLLM loses nothing: usage and metrics of the next one count the hit, and its answer is the same."""
-    server = VllmServer(tmp_path, model, readme_config(store.address))
+    """kill -9 of vLLM loses nothing: usage and metrics of the next one count the hit, and its answer is the same.
+    ``explain`` finds the request by the id that its client has, with the number of its prompt and without.
+    """
+    config, log = readme_config(store.address), tmp_path / "access.jsonl"
+    config["kv_connector_extra_config"]["access_log"] = str(log)
+    server = VllmServer(tmp_path, model, config)
     try:
         server.begin()
         cold = server.complete(PROMPT)
@@ -67,11 +71,30 @@ def test_a_server_that_was_killed_hits_what_it_computed_before(
         server.begin()
         again = server.complete(PROMPT)
         external = server.metric(EXTERNAL_HITS)
+        _wait_until_logged(log, again.id)
+        _check_that_a_misspelt_tenant_is_told(server, store)
     finally:
         server.kill()
     assert again.text == cold.text
     assert again.cached_tokens == external == whole * BLOCK_TOKENS
     assert reprise("store", "stat", store.address)[store.address]["hits"] >= whole
+    told = [reprise("store", "explain", name, "--log", str(log)) for name in (again.id, f"{again.id}-0", cold.id)]
+    assert [[row["hit_tokens"] for row in rows] for rows in told] == [[external], [external], [0]]
+
+
+def _check_that_a_misspelt_tenant_is_told(server: VllmServer, store: StoreProcess) -> None:
+    """Its request is answered, in nobody's space: the log and a counter tell of it."""
+    client = StoreClient.connect([store.address])
+    try:
+        before, ends_s = client.stats()["puts"], time.monotonic() + STORED_S_MAX
+        assert server.complete(f"Secret: {PROMPT}", params={"reprise_tennant": "alice"}).cached_tokens == 0
+        while server.metric("vllm:reprise_parameters_unclear_total") != 1:
+            assert time.monotonic() < ends_s
+            server.complete("On.")
+        assert client.stats()["puts"] == before
+    finally:
+        client.close()
+    assert server.log.count("parameter_not_understood name='reprise_tennant'") == 1
 
 
 def test_our_worker_and_vllm_share_a_store_but_no_block(tmp_path: Path, model: Path) -> None:
@@ -107,3 +130,10 @@ def _wait_until_stored(address: str, blocks: int) -> None:
             time.sleep(0.05)
     finally:
         client.close()
+
+
+def _wait_until_logged(log: Path, request_id: str) -> None:
+    ends_s = time.monotonic() + STORED_S_MAX
+    while not log.exists() or request_id not in log.read_text():
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
