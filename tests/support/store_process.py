@@ -47,6 +47,26 @@ class StoreProcess:
             self._process.wait(STOP_S)
         self.end()
 
+    def hang(self) -> None:
+        """It takes no call any more, and closes nothing, until ``go_on``."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # some of its threads may still be at it before
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def damage(self, payload: bytes) -> int:
+        """Turn one bit wherever these bytes lie on disk, which nobody serves meanwhile; at how many places."""
+        places = 0
+        for path in (self.folder / "data").rglob("*"):
+            data = path.read_bytes() if path.is_file() else b""
+            if payload in data:
+                places += data.count(payload)
+                path.write_bytes(data.replace(payload, bytes([payload[0] ^ 1]) + payload[1:]))
+        return places
+
     def end(self) -> None:
         if self._process is not None:
             stop(self._process, STOP_S)

@@ -19,7 +19,7 @@ from kvstore.traffic import AGENT, CHAT
 from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import BLOCK_TOKENS, a_space
 from workers.adapters import attachment as module
-from workers.adapters.attachment import Attachment, OptionError, Settings, Terms
+from workers.adapters.attachment import OPTIONS_OF_CONNECTORS, Attachment, OptionError, Settings, Terms
 
 STORE = "127.0.0.1:7071"
 
@@ -42,6 +42,8 @@ STORE = "127.0.0.1:7071"
         ({"store": STORE, "weights_digest": "ab"}, "weights_digest: expected 64 hex digits"),
         ({"store": STORE, "compute_tokens_per_s": 0}, "compute_tokens_per_s: expected"),
         ({"store": STORE, "tenant": ""}, "tenant: expected text"),
+        ({"store": STORE, "access_log": "/var/log/a"}, "unknown option access_log; known are classes"),
+        ({"store": STORE, "keep_windows": False}, "unknown option keep_windows"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_by_name(options: dict[str, Any], told: str) -> None:
@@ -67,6 +69,8 @@ def test_options_become_settings() -> None:
     assert settings.queue_bytes == 2 * MIB
     assert settings.digest_of("anything") == bytes.fromhex("ab" * 32)
     assert Settings.from_options({"store": STORE}).traffic_class == CHAT
+    own = Settings.from_options({"store": STORE, "access_log": "a", "keep_windows": False}, also=OPTIONS_OF_CONNECTORS)
+    assert (own.access_log, own.keep_windows) == (Path("a"), False)
 
 
 def test_a_model_without_files_needs_a_digest(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ WARM_BYTES = 32 * MIB
 TELL_EVERY_S = 60.0
 """How often at most a failing store is logged; every failure is counted."""
 
+OPTIONS_OF_CONNECTORS = ("access_log", "keep_windows")
+"""Options of adapters that see tokens and windows; to others, blocks are an engine's hashes."""
+
 HINT_TYPE = "reprise"
 """Actions of this type among a request's KV hints are read like its parameters."""
 _UNREACHABLE = int(Presence.UNREACHABLE)
@@ -91,11 +94,15 @@ class Settings:
     access_log: Path | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Settings:
-        """From the JSON object in the engine's configuration. Raises OptionError."""
-        unknown = sorted(set(options) - set(_OPTIONS))
+    def from_options(cls, options: Mapping[str, Any], *, also: Sequence[str] = ()) -> Settings:
+        """From the JSON object in the engine's configuration. Raises OptionError.
+
+        ``also``: those of OPTIONS_OF_CONNECTORS that this adapter reads; one that nobody reads would promise something.
+        """
+        known = sorted(set(_OPTIONS) - set(OPTIONS_OF_CONNECTORS) | set(also))
+        unknown = sorted(set(options) - set(known))
         if unknown:
-            raise OptionError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(_OPTIONS))}")
+            raise OptionError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}")
         if "store" not in options:
             raise OptionError('store: name at least one node, such as "unix:/run/reprise/store.sock"')
         classes = _checked("classes", _classes, options.get("classes", {}))

@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from workers.adapters.attachment import Settings
+from workers.adapters.attachment import OPTIONS_OF_CONNECTORS, Settings
 from workers.adapters.vllm_moving import Moving
 from workers.adapters.vllm_scheduling import Scheduling
 from workers.adapters.vllm_space import check_supported
@@ -59,7 +59,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        settings = Settings.from_options(self._kv_transfer_config.kv_connector_extra_config)
+        settings = Settings.from_options(self._kv_transfer_config.kv_connector_extra_config, also=OPTIONS_OF_CONNECTORS)
         check_supported(vllm_config, kv_cache_config)
         self._scheduling: Scheduling | None = None
         self._moving: Moving | None = None
