@@ -46,6 +46,7 @@ from kvstore.store import (
     StateEntry,
 )
 from kvstore.traffic import TrafficClass
+from kvstore.urgency import Soon
 
 T = TypeVar("T")
 
@@ -148,9 +149,10 @@ class StoreClient(ControlPlane):
         def ask(node: int, positions: Sequence[int]) -> None:
             call = Call(wire.Opcode.LOOKUP, wire.encode_lookup(space_id, packed.take(positions), states=states))
             size = wire.lookup_reply_bytes(len(positions))
-            answer = self._fleet.converse(
-                node, call, ends_s, lambda hold: hold.ask_sized(call, size, receive.take_lookup)
-            )
+            with Soon():  # the answer is short, and bulk threads beside this one have the processors for milliseconds
+                answer = self._fleet.converse(
+                    node, call, ends_s, lambda hold: hold.ask_sized(call, size, receive.take_lookup)
+                )
             if len(answer.presence) != len(positions):
                 raise ProtocolError(f"node {self._fleet.name(node)} answered another number of keys than asked")
             answers[node] = answer

@@ -15,10 +15,10 @@ from kvstore.daemon.admission import Party
 from kvstore.daemon.allowance import Allowance
 from kvstore.daemon.lending import Neighbour
 from kvstore.daemon.tokens import Token
-from kvstore.daemon.urgency import run_as_usual, run_soon
 from kvstore.errors import DeadlineExceeded, ProtocolError, StoreError
 from kvstore.framing import Channel
 from kvstore.store import Buffer
+from kvstore.urgency import run_as_usual, run_soon
 
 SCRATCH_BYTES = 64 * limits.KIB
 PIECE_BYTES = 8 * limits.MIB

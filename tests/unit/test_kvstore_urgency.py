@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import struct
 import threading
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import urgency
 from kvstore.client import StoreClient
-from kvstore.daemon import urgency
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.server import Server, ServerConfig
 from kvstore.keys import SpaceId
@@ -55,6 +56,24 @@ def test_a_thread_gets_small_slices_and_its_usual_ones_again() -> None:
     if not seen:
         pytest.skip("this kernel has no slices of a thread's own")
     assert seen == [urgency.SLICE_NS, seen[1], seen[1]]
+
+
+def test_a_thread_is_hurried_only_while_it_asks_and_stays_as_nice_as_it_was() -> None:
+    """A look-up hurries the thread that waits for it; a thread of lower priority is not raised by it, nor stopped."""
+    seen: list[tuple[int, int]] = []
+
+    def work() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, 7)  # of this thread alone
+        usual = slice_ns(0)
+        for _ in range(2):
+            with urgency.Soon():
+                seen.append((slice_ns(0), os.getpriority(os.PRIO_PROCESS, 0)))
+            assert slice_ns(0) == usual
+
+    in_a_thread(work)
+    if not works():
+        pytest.skip("this kernel has no slices of a thread's own")
+    assert seen == [(urgency.SLICE_NS, 7)] * 2
 
 
 def test_a_kernel_that_has_no_slices_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
