@@ -219,11 +219,12 @@ class Outgoing:
 
 def _parts(plan: Plan, loan: Loan, made: Mapping[int, Made]) -> Iterator[Stretch | Made]:
     """The payload of a GET answer: run after run, made out as it is sent, since the peer waits for the first."""
+    files, offsets, order = plan.files, plan.offsets, plan.order
     for run, begin in enumerate(plan.runs[:-1]):
-        if made and plan.order[begin] in made:
-            yield made[plan.order[begin]]
+        if made and order[begin] in made:
+            yield made[order[begin]]
         else:
-            yield Stretch(loan.files[plan.files[begin]][0], plan.offsets[begin], plan.run_bytes(run))
+            yield Stretch(loan.files[files[begin]][0], offsets[begin], plan.run_bytes(run))
 
 
 def _header(space_id: SpaceId, name: BlockName, lease: Lease, offset: int) -> bytes:
