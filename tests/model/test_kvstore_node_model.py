@@ -6,24 +6,32 @@ lost indexes, a clock that jumps and orders to leave no byte are steps.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.daemon.columns import incoming
 from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
+from kvstore.daemon.shard import Shard
+from kvstore.daemon.turns import UNDER_WAY_MAX
+from kvstore.daemon.writer import PutUnderWay
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
 from kvstore.purges import PurgeOrder
-from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
+from kvstore.store import FLAG_APPROXIMATE, AckLevel, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S, T0_S
 from kvstore.traffic import AGENT, ALWAYS, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
+from tests.support.faults import FaultyFiles
 from tests.support.nodes import disk_bytes, open_node
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 
@@ -31,6 +39,7 @@ CAPACITY = 9 * MIB
 """Of each volume."""
 NAMES = 40
 SIZES = (100, 60_000, 400_000)
+BUDGETS = (0, 3_000, 70_000, 500_000)
 OTHER = TrafficClass(40)
 KEEP_DAYS = ((3, 7, 0), (1, 7, 0), (3, 2, 0), (5, 30, 0), (1, 7, 4))
 """Of agents, of chats, and how old an agent's block may become (0: no bound)."""
@@ -38,6 +47,7 @@ EXAMPLES = int(os.environ.get("REPRISE_MODEL_EXAMPLES", "0"))
 
 places = st.lists(st.integers(0, NAMES - 1), min_size=1, max_size=12, unique=True)
 classes = st.sampled_from([AGENT, CHAT, OTHER])
+faults = st.none() | st.integers(0, 2)
 
 
 def rules_of(days: tuple[int, int, int], admission: str = ALWAYS) -> ClassRules:
@@ -85,6 +95,18 @@ class Kept:
     """The index was lost, and touches with it: the deadline lies between that of the write and the model's."""
 
 
+@dataclass
+class Step:
+    """A put of some blocks that is under way in a shard."""
+
+    where: list[int]
+    traffic_class: TrafficClass
+    exact: bool
+    shard: Shard
+    put: PutUnderWay
+    is_written: bool = False
+
+
 class NodeModel(RuleBasedStateMachine):
     """Invariant: an acknowledged block is byte-identical or a miss; a miss needs a reason that the model accepts."""
 
@@ -94,6 +116,7 @@ class NodeModel(RuleBasedStateMachine):
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="node-model-"))
         self.clock = JumpyClock()
+        self.files = FaultyFiles()
         self.kept: dict[int, Kept] = {}
         self.offered: set[int] = set()
         """To a class that stores what it is offered twice, since the node was opened."""
@@ -113,11 +136,38 @@ class NodeModel(RuleBasedStateMachine):
 
     @rule(where=places, traffic_class=classes, exact=st.booleans(), disk=st.booleans())
     def put(self, where: list[int], traffic_class: TrafficClass, exact: bool, disk: bool) -> None:
-        flags = 0 if exact else FLAG_APPROXIMATE
-        blocks = [BlockPut(self.names[n], BLOCK_TOKENS, bytes_of(self.names[n], exact), flags) for n in where]
-        outcomes = self.node.put(self.space, blocks, traffic_class=traffic_class, ack="disk" if disk else "os")
+        ack: AckLevel = "disk" if disk else "os"
+        outcomes = self.node.put(self.space, self._blocks(where, exact), traffic_class=traffic_class, ack=ack)
         for place, outcome in zip(where, outcomes, strict=True):
             self._settle(place, outcome, traffic_class, exact)
+
+    @rule(traffic_class=classes, seed=st.integers(0, 255), fault=faults)
+    def put_side_by_side(self, traffic_class: TrafficClass, seed: int, fault: int | None) -> None:
+        """Puts under way, in whatever order their steps can come, beside questions. One write fails half way, or none;
+        a kill ends all at some step, or at none: what ended before it is acknowledged, of the rest any block may be
+        found.
+        """
+        chance = Random(seed)
+        lines = self._begin(traffic_class, chance)
+        failed: list[Step] = []
+        writes = 0
+        while any(lines.values()):
+            if chance.random() < 0.03:
+                self._kill(lines)
+                return
+            line = chance.choice([line for line in lines.values() if line])
+            waiting = next((step for step in line if not step.is_written), None)
+            if waiting is not None and (not line[0].is_written or chance.random() < 0.5):
+                self._write(waiting, chance.choice(BUDGETS) if writes == fault else None)
+                writes += 1
+            else:
+                step = line.popleft()
+                failed += [] if self._end(step) else [step]
+            chance.choice([self.data_agrees, self.figures_agree, self._confirm_all])()
+        for step in failed:
+            self.put(step.where, step.traffic_class, step.exact, False)
+        if failed and self.kept and chance.random() < 0.3:
+            self.crash_and_lose_the_index()
 
     @rule(where=places, traffic_class=classes)
     def touch(self, where: list[int], traffic_class: TrafficClass) -> None:
@@ -325,6 +375,58 @@ class NodeModel(RuleBasedStateMachine):
         else:
             assert outcome is PutOutcome.REFUSED
 
+    def _blocks(self, where: list[int], exact: bool) -> list[BlockPut]:
+        flags = 0 if exact else FLAG_APPROXIMATE
+        return [BlockPut(self.names[n], BLOCK_TOKENS, bytes_of(self.names[n], exact), flags) for n in where]
+
+    def _begin(self, traffic_class: TrafficClass, chance: Random) -> dict[Shard, deque[Step]]:
+        """Lines of puts, by shard, mostly of what is not stored; what cannot go beside those before is left out."""
+        lines: defaultdict[Shard, deque[Step]] = defaultdict(deque)
+        held = {info.key for info in self.node.scan()[0]}
+        free = [place for place, name in enumerate(self.names) if name.key not in held]
+        chance.shuffle(free)
+        for number in range(UNDER_WAY_MAX):
+            where = free[4 * number : 4 * number + 4] if chance.random() < 0.9 else chance.sample(range(NAMES), 3)
+            exact = chance.random() < 0.5
+            blocks = self._blocks(where, exact)
+            batch = incoming(blocks, "none", None)
+            for shard, positions in self.node._by_home(batch, blocks).items():
+                part, alone = batch.pick(positions), not lines[shard]
+                now_s = int(self.clock.now_s())
+                put = shard._put.begin(self.space, part, traffic_class, now_s, for_disk=False, alone=alone)
+                if put is not None:
+                    mine = [where[at] for at in positions[: len(put.batch.blocks)]]
+                    lines[shard].append(Step(mine, traffic_class, exact, shard, put))
+        return lines
+
+    def _write(self, step: Step, budget: int | None) -> None:
+        """``budget``: bytes that the disk takes before it fails; None: it does not."""
+        if budget is not None:
+            self.files.errors["pwritev"], self.files.write_budget = errno.EIO, budget
+        step.put.write()
+        step.is_written = True
+        self.files.errors.clear()
+        self.files.write_budget = None
+
+    def _end(self, step: Step) -> bool:
+        """Whether it counts; else it is to be put again."""
+        outcomes = step.shard._put.end(step.put)
+        for place, outcome in zip(step.where, outcomes or [], strict=outcomes is not None):
+            self._settle(place, outcome, step.traffic_class, step.exact)
+        return outcomes is not None
+
+    def _kill(self, lines: dict[Shard, deque[Step]]) -> None:
+        """What was under way is adopted where it is found: nobody was told of it."""
+        self.node.abandon()
+        self._open()
+        for step in (step for line in lines.values() for step in line):
+            for place in self._present(step.where):
+                self._settle(place, PutOutcome.STORED, step.traffic_class, step.exact)
+
+    def _confirm_all(self) -> None:
+        """Beside puts the disk takes what was acknowledged before."""
+        assert all(self.node.confirm(self.space, [name.key for name in self.names]))
+
     def _touch(self, place: int, traffic_class: int) -> None:
         touches = self.kept[place].touches
         touches[traffic_class] = max(touches.get(traffic_class, 0), int(self.clock.now_s()))
@@ -369,7 +471,14 @@ class NodeModel(RuleBasedStateMachine):
 
     def _new_node(self, rules: ClassRules | None) -> Node:
         capacity_bytes = CAPACITY * self.volumes
-        return open_node(self.path, self.clock, capacity_bytes=capacity_bytes, rules=rules, directories=self.volumes)
+        return open_node(
+            self.path,
+            self.clock,
+            capacity_bytes=capacity_bytes,
+            rules=rules,
+            directories=self.volumes,
+            files=self.files,
+        )
 
 
 class TwoVolumes(NodeModel):
@@ -382,3 +491,23 @@ TestNodeModel = NodeModel.TestCase
 TestNodeModel.settings = settings(max_examples=EXAMPLES or 8, stateful_step_count=25, deadline=None)
 TestTwoVolumes = TwoVolumes.TestCase
 TestTwoVolumes.settings = settings(max_examples=EXAMPLES or 5, stateful_step_count=25, deadline=None)
+
+
+@settings(max_examples=EXAMPLES or 6, deadline=None)
+@given(st.lists(st.tuples(classes, st.integers(0, 255), faults), min_size=4, max_size=10))
+def test_lines_of_puts_agree_with_the_model(rounds: list[tuple[TrafficClass, int, int | None]]) -> None:
+    """Many lines of puts, with room for new blocks and a start from segments alone now and then."""
+    model = NodeModel()
+    try:
+        for traffic_class, seed, fault in rounds:
+            model.put_side_by_side(traffic_class, seed, fault)
+            model.accounts_agree()
+            if seed % 3 == 0 and model.kept:
+                model.crash_and_lose_the_index()
+            elif seed % 3 == 1:
+                model.delete(list(range(seed % 2, NAMES, 2)))
+            model.data_agrees()
+        model.fsck()
+        model.data_agrees()
+    finally:
+        model.teardown()
