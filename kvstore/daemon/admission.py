@@ -29,7 +29,11 @@ READ_SHARE = 0.5
 HOLD_DECAY = 0.9
 """Weight of what was known before, at each loan that ends: about the last ten count."""
 IDLE_BUFFERS_MAX = 4
-"""Buffers kept for reuse; beyond them memory goes back to the system."""
+"""Buffers of each size kept for reuse; beyond them memory goes back to the system."""
+SMALL_SHARE = 8
+"""A small buffer is this part of a large one: of one size only, 16 of them would hold a whole budget, of puts of a few
+bytes.
+"""
 
 
 _Name = TypeVar("_Name")
@@ -75,6 +79,7 @@ class Admission:
             raise ValueError(f"a budget of {budget_bytes} bytes cannot lend buffers of {buffer_bytes}")
         self.budget_bytes = budget_bytes
         self.buffer_bytes = buffer_bytes
+        self._sizes = (-(-buffer_bytes // SMALL_SHARE), buffer_bytes)
         self._monotonic = monotonic
         self._lent_bytes = 0
         self._read_bytes = 0
@@ -84,7 +89,7 @@ class Admission:
         self._arrivals = 0
         self._refused = 0
         self._hold_s: float | None = None
-        self._idle: list[bytearray] = []
+        self._idle: dict[int, list[bytearray]] = {size: [] for size in self._sizes}
         self._freed = threading.Condition()
 
     @property
@@ -115,20 +120,21 @@ class Admission:
 
         Raises Overloaded if it does not fit within ``wait_s``.
         """
-        size = max(count, self.buffer_bytes)
+        size = next((size for size in self._sizes if count <= size), count)
         ticket = self._take(size, wait_s, party, read=False)
         memory = None
         try:
-            if size == self.buffer_bytes:
+            if idle := self._idle.get(size):
                 with self._freed:
-                    memory = self._idle.pop() if self._idle else None
+                    memory = idle.pop() if idle else None
             if memory is None:
                 memory = bytearray(size)
             yield memoryview(memory)[:count]
         finally:
             with self._freed:
-                if memory is not None and size == self.buffer_bytes and len(self._idle) < IDLE_BUFFERS_MAX:
-                    self._idle.append(memory)
+                idle = self._idle.get(size)
+                if memory is not None and idle is not None and len(idle) < IDLE_BUFFERS_MAX:
+                    idle.append(memory)
             self._give(ticket)
 
     def _take(self, count: int, wait_s: float, party: Party, *, read: bool) -> _Ticket:

@@ -40,13 +40,30 @@ def test_the_budget_is_never_exceeded_and_all_of_it_comes_back() -> None:
 
 def test_what_does_not_fit_is_refused_with_a_time_to_retry() -> None:
     admission = Admission(budget_bytes=1000, buffer_bytes=100)
-    with admission.hold(950, 0.0):
+    with admission.hold(995, 0.0):
         with pytest.raises(Overloaded) as refused, admission.buffer(10, 0.0):
             pass
         assert refused.value.retry_after_s > 0
         assert admission.refused == 1
     with admission.buffer(10, 0.0):
         pass
+
+
+def test_small_puts_hold_little_of_the_budget() -> None:
+    """As many are admitted at once as the budget has small buffers; buffers of either size are used again."""
+    admission = Admission(budget_bytes=800, buffer_bytes=80)
+    with ExitStack() as stack:
+        for _ in range(80):
+            stack.enter_context(admission.buffer(3, 0.0))
+        assert admission.lent_bytes == 800
+        with pytest.raises(Overloaded), admission.buffer(3, 0.0):
+            pass
+    for small, large in ((1, 11), (10, 80)):
+        with admission.buffer(small, 0.0) as first, admission.buffer(large, 0.0) as second:
+            memory = first.obj, second.obj
+        with admission.buffer(small, 0.0) as first, admission.buffer(large, 0.0) as second:
+            assert first.obj is memory[0]
+            assert second.obj is memory[1]
 
 
 def test_a_waiting_borrower_gets_what_comes_back() -> None:
