@@ -22,7 +22,7 @@ from ops.bench.attach_ways import BARE
 from ops.bench.tables import BARS, bar_row_of
 
 MB = 1e6
-TABLE_COLUMNS = 140
+TABLE_COLUMNS = 152
 LENGTHS = (
     "prompt",
     "way",
