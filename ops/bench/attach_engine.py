@@ -7,6 +7,7 @@ vLLM prints; an error is an answer.
     {"options": {...}, "connector": null}            -> {"ready_s": ...}
     {"op": "ask", "tokens": [...], "answer": 8}      -> {"ttft_s": ..., "tokens": [...], "hit": ..., "external": ...}
     {"op": "tokens", "text": "..."}                  -> {"tokens": [...]}
+    {"op": "forget"}                                 -> {"forgotten": true}
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class Engine:
         """A text's tokens, without those that mark its ends."""
         return list(self._llm.get_tokenizer().encode(text, add_special_tokens=False))
 
+    def forget(self) -> bool:
+        """Empty vLLM's own prefix cache; what a connector saved stays. False: it is in use."""
+        return bool(self._llm.reset_prefix_cache())
+
     def _external_hits(self) -> int:
         return sum(int(metric.value) for metric in self._llm.get_metrics() if metric.name == EXTERNAL_HITS)
 
@@ -87,10 +92,16 @@ def serve(engine: Engine, answers: TextIO) -> None:
         command = json.loads(line)
         operation = command.pop("op")
         try:
-            found = engine.ask(**command) if operation == "ask" else {"tokens": engine.tokens(**command)}
+            found = _done(engine, operation, command)
         except (RuntimeError, ValueError, TimeoutError, OSError) as error:
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(found), file=answers, flush=True)
+
+
+def _done(engine: Engine, operation: str, command: dict[str, Any]) -> dict[str, Any]:
+    if operation == "ask":
+        return engine.ask(**command)
+    return {"forgotten": engine.forget()} if operation == "forget" else {"tokens": engine.tokens(**command)}
 
 
 def main() -> None:

@@ -258,7 +258,8 @@ class Runs:
 
     def _ask(self, engine: EngineProcess, phase: Phase, prompt: int, nominal: int, tokens: Sequence[int]) -> None:
         way, pids = engine.way, (engine.pid, *engine.way.pids())
-        if phase == "chilled":
+        if phase == "chilled":  # also of a prompt that it was asked before, restarted
+            engine.forget()
             way.chill()
         before = device_read_bytes(pids)
         found = engine.ask(tokens, self.settings.answer_tokens)

@@ -199,6 +199,12 @@ class EngineProcess:
         tell(self._running(), {"op": "tokens", "text": text})
         return [int(token) for token in self._heard(ASK_S)["tokens"]]
 
+    def forget(self) -> None:
+        """Empty its own prefix cache. Raises ChildFailed."""
+        tell(self._running(), {"op": "forget"})
+        if not self._heard(ASK_S)["forgotten"]:
+            raise ChildFailed(f"the engine of {self.way.name} does not let go of its prefix cache")
+
     def kill(self) -> None:
         """End it, with all that it holds in memory."""
         if self._process is not None:

@@ -30,19 +30,26 @@ class Clock:
 
 
 class Engine:
-    """Computes a prompt that it has not seen in the time that its length takes, and any other at once."""
+    """Computes a prompt that nobody saved in the time that its length takes, and has any other at once, be it from what
+    was saved (``external``) or from its own memory."""
 
     pid = 0
 
     def __init__(self, way: Way, clock: Clock, slowness: float, saved: set[tuple[str, tuple[int, ...]]]) -> None:
         self.way, self._clock, self._slowness, self._saved = way, clock, slowness, saved
+        self._own: set[tuple[int, ...]] = set()
 
     def ask(self, tokens: Sequence[int], answer: int) -> dict[str, Any]:
         known = (self.way.name, tuple(tokens)) in self._saved
         seconds = 0.5 if known else self._slowness * (len(tokens) / 4096) ** 1.6
         self._clock.now_s += seconds
         self._saved.add((self.way.name, tuple(tokens)))
-        return {"ttft_s": seconds, "ttft_cpu_s": seconds, "hit": 0, "external": 0, "tokens": ANSWER}
+        external = len(tokens) if known and tuple(tokens) not in self._own else 0
+        self._own.add(tuple(tokens))
+        return {"ttft_s": seconds, "ttft_cpu_s": seconds, "hit": 0, "external": external, "tokens": ANSWER}
+
+    def forget(self) -> None:
+        self._own.clear()
 
 
 class FakeRuns(Runs):
@@ -87,6 +94,7 @@ def test_a_quarter_of_an_hour_is_enough_for_everything(monkeypatch: pytest.Monke
         ways = WAYS if phase == "cold" else (EXAMPLE, REPRISE)
         found = {(one.way, one.nominal) for one in runs.samples if one.phase == phase}
         assert found == {(way, nominal) for way in ways for nominal in LENGTHS}
+    assert all(one.external for one in runs.samples if one.phase in ("restart", "chilled"))
     for nominal in LENGTHS[:3]:
         pairs = [one for one in runs.samples if (one.way, one.phase, one.nominal) == (REPRISE, "cold", nominal)]
         assert len(pairs) >= PAIRS_MIN
