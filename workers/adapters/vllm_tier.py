@@ -51,9 +51,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryT
 from kvstore.keys import OPAQUE_ALGORITHM, AttentionGroup, Space, opaque_name
 from kvstore.limits import BLOCK_TOKENS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX
 from kvstore.store import GetStatus
-from workers.adapters.attachment import Attachment, OptionError, Settings, wishes_of
+from workers.adapters.attachment import Attachment, OptionError, Settings
 from workers.adapters.pinned_puts import PinnedPuts, PutJob
 from workers.adapters.verdicts import RequestVerdicts, Verdicts
+from workers.adapters.vllm_wishes import Complaints, read_wishes
 from workers.spaces import TenantSpace
 
 HELD_SHARE = 0.5
@@ -119,6 +120,7 @@ class RepriseTier(SecondaryTierManager):
         self._tokens = _tokens_per_chunk(offloading_spec)
         self._attachment = Attachment.open(settings, space_of(offloading_spec, settings, self._row_bytes))
         self._counts: Counter[str] = Counter()
+        self._complaints = Complaints()
         self._verdicts = Verdicts(self._attachment, self._tokens_of, self._counts)
         self._puts = PinnedPuts(self._attachment, held_bytes_max=int(HELD_SHARE * primary_kv_view.nbytes))
         self._puts.start()
@@ -251,9 +253,13 @@ class RepriseTier(SecondaryTierManager):
 
     def _begin(self, req_context: ReqContext) -> RequestVerdicts:
         """Read once whose request it is; vLLM keeps the result with the request."""
-        terms = self._attachment.settings.terms(wishes_of(req_context.kv_transfer_params, req_context.kv_hints))
+        settings = self._attachment.settings
+        wishes = read_wishes(settings, req_context.kv_transfer_params, req_context.kv_hints)
+        if wishes.unclear:
+            self._complaints.add(wishes.unclear)
+        terms = wishes.terms
         if terms is None:
-            request = RequestVerdicts(None, self._attachment.settings.traffic_class)
+            request = RequestVerdicts(None, settings.traffic_class)
         else:
             request = RequestVerdicts(self._attachment.spaces.of(terms.tenant), terms.traffic_class)
         told = req_context.get_state(_ByTier)

@@ -191,7 +191,7 @@ def test_hints_of_an_orchestrator_count_like_parameters(open_tier: Open) -> None
 def test_a_request_may_stay_out(open_tier: Open) -> None:
     """What is not to be cached, or says nonsense of itself, is neither stored nor looked up."""
     drive, keys = open_tier(), fresh_keys(1)
-    for params in ({"reprise_cache": "off"}, {"reprise_tenant": 7}):
+    for params in ({"reprise_cache": "off"}, {"reprise_tenant": 7}, {"reprise_tennant": "alice"}):
         keep(drive, keys, **params)
         assert recall(drive, keys) == 0
     keep(drive, keys)
