@@ -249,6 +249,8 @@ class Writer:
         if segment is None:
             return None
         fitting = len(_fitting(np.arange(len(blocks)), batch.record_bytes, segment.room_bytes))
+        if not fitting:
+            return None
         if fitting < len(blocks):
             blocks = blocks.pick(range(fitting))
             batch = _Batch(space_id, blocks, class_byte, now_s, for_disk)
@@ -344,9 +346,9 @@ class Writer:
                 self._ledger.counters.shed_low_space += (len(pending) - at) * self._ledger.segments.held_back
                 return
             run = _fitting(pending[at:], batch.record_bytes, segment.room_bytes)
-            done = self._write_run(batch, run, segment)
+            done = self._write_run(batch, run, segment) if len(run) else 0
             at += done
-            if done == len(run):
+            if done and done == len(run):
                 continue
             failures += 1
             if failures == ATTEMPTS:
@@ -470,11 +472,9 @@ def _distinct_part(key: BlockKey) -> bytes:
 def _fitting(
     pending: npt.NDArray[np.int64], record_bytes: npt.NDArray[np.int64], room_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """As many blocks as fit one after another, at least one."""
+    """As many blocks as fit one after another: at least one, unless a flush of the segment has just failed."""
     pending = pending[:RUN_BLOCKS_MAX]
-    count = int(np.searchsorted(np.cumsum(record_bytes[pending]), room_bytes, side="right"))
-    assert count > 0
-    return pending[:count]
+    return pending[: int(np.searchsorted(np.cumsum(record_bytes[pending]), room_bytes, side="right"))]
 
 
 def _writes(record_bytes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from kvstore.daemon.fsck import check
+from kvstore.daemon.segment import Segment
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.limits import MIB
 from kvstore.purges import PurgeOrder
@@ -245,6 +246,34 @@ def test_a_deadline_that_passes_in_the_queue_leaves_nothing(rig: Rig) -> None:
     assert rig.statuses(rig.third) == {GetStatus.MISS}
     rig.has_all(rig.first, rig.second)
     assert rig.statuses(rig.third) == {GetStatus.MISS}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_segment_whose_flush_fails_when_it_is_chosen_costs_another_look(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A flush needs no lock: a segment that had room a moment ago has none, and the put finds another."""
+    reclaimer = rig.node._shards[0]._reclaimer
+    failing = ["segment_at_hand", "segment_for"]
+
+    def failing_once(name: str, choose: Callable[..., Segment | None]) -> Callable[..., Segment | None]:
+        def chosen(*given: Any, **named: Any) -> Segment | None:
+            segment = choose(*given, **named)
+            if segment is not None and name in failing:
+                failing.remove(name)
+                rig.files.errors["fdatasync"] = errno.EIO
+                with pytest.raises(OSError, match="Input/output"):
+                    segment.sync()
+                rig.files.errors.clear()
+            return segment
+
+        return chosen
+
+    for name in tuple(failing):
+        monkeypatch.setattr(reclaimer, name, failing_once(name, getattr(reclaimer, name)))
+    assert rig.put(rig.first[:count]) == [STORED] * count
+    assert len(failing) < 2
+    assert rig.statuses(rig.before + rig.first[:count]) == {GetStatus.OK}
 
 
 # --- other verbs beside a put -----------------------------------------------------------------------------------------
