@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,6 +54,8 @@ T = TypeVar("T")
 THREADS_MAX = 64
 GET_ATTEMPTS = 3
 """A block that moves under its reader is asked for again: by chance twice, hardly thrice."""
+LOOKUP_S_SLOW = 0.0005
+"""After a look-up that took longer the thread that asks for the next is hurried: others keep the processors busy."""
 REPORT_S = 1.0
 """How long reporting a corrupt block may take, beyond its get."""
 
@@ -65,6 +68,7 @@ class StoreClient(ControlPlane):
         self._arena = arena
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._hurries = False
         self._spaces: dict[SpaceId, Space] = {}
         self._counts = dict.fromkeys(
             (
@@ -149,10 +153,12 @@ class StoreClient(ControlPlane):
         def ask(node: int, positions: Sequence[int]) -> None:
             call = Call(wire.Opcode.LOOKUP, wire.encode_lookup(space_id, packed.take(positions), states=states))
             size = wire.lookup_reply_bytes(len(positions))
-            with Soon():  # the answer is short, and bulk threads beside this one have the processors for milliseconds
+            began_s = self._fleet.monotonic()
+            with Soon() if self._hurries else nullcontext():
                 answer = self._fleet.converse(
                     node, call, ends_s, lambda hold: hold.ask_sized(call, size, receive.take_lookup)
                 )
+            self._hurries = self._fleet.monotonic() - began_s > LOOKUP_S_SLOW
             if len(answer.presence) != len(positions):
                 raise ProtocolError(f"node {self._fleet.name(node)} answered another number of keys than asked")
             answers[node] = answer

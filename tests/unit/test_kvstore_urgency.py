@@ -8,10 +8,12 @@ import platform
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from kvstore import client as client_module
 from kvstore import urgency
 from kvstore.client import StoreClient
 from kvstore.daemon.metrics import ServerMetrics
@@ -74,6 +76,29 @@ def test_a_thread_is_hurried_only_while_it_asks_and_stays_as_nice_as_it_was() ->
     if not works():
         pytest.skip("this kernel has no slices of a thread's own")
     assert seen == [(urgency.SLICE_NS, 7)] * 2
+
+
+def test_only_who_waited_long_for_a_look_up_is_hurried_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hurrying costs some microseconds, which a look-up that nobody delays need not spend."""
+    hurried: list[bool] = []
+    monkeypatch.setattr(client_module, "Soon", lambda: hurried.append(True) or nullcontext())
+    node = open_node(tmp_path / "node", ManualClock())
+    server = Server.start(ServerConfig("n", unix_path=tmp_path / "s", same_host=False), node, ServerMetrics())
+    client = StoreClient.connect([f"unix:{tmp_path / 's'}"])
+    try:
+        names = list(a_chain(client.register_space(a_space()), 4).names)
+        seen = []
+        for slow_s in (0.0, 60.0, 60.0, 60.0):
+            monkeypatch.setattr(client_module, "LOOKUP_S_SLOW", slow_s)
+            client.lookup(client.register_space(a_space()), names)
+            seen.append(len(hurried))
+        assert seen == [0, 1, 1, 1]
+    finally:
+        client.close()
+        server.stop(1.0)
+        node.close()
 
 
 def test_a_kernel_that_has_no_slices_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
