@@ -45,4 +45,8 @@ class PackageMissing(RetentionError):
 
 
 class NothingMatched(RetentionError):
-    pass
+    """``opaque_spaces``: of a purge by tokens, spaces that were not looked through."""
+
+    def __init__(self, message: str, opaque_spaces: int = 0) -> None:
+        super().__init__(message)
+        self.opaque_spaces = opaque_spaces

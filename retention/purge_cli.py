@@ -119,8 +119,9 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
                     typer.echo(report.purge_line(run(False)), err=True)
                     confirm("purge for good?", yes=yes)
                 result = run(apply)
-            except NothingMatched:
-                session.show(report.purge_json(Purge(apply, {}, 0, whole_spaces=selection.whole_spaces)))
+            except NothingMatched as error:
+                nothing = Purge(apply, {}, 0, whole_spaces=selection.whole_spaces, opaque_spaces=error.opaque_spaces)
+                session.show(report.purge_json(nothing))
                 raise
             session.show(report.purge_json(result), report.purge_line(result), *dry_hint(apply))
 

@@ -199,7 +199,7 @@ def _prefixes_of(selection: Selection, spaces: Mapping[SpaceId, Space]) -> tuple
 
 def _none_of_prefix(opaque_spaces: int) -> NothingMatched:
     note = f"; {opaque_note(opaque_spaces)}" if opaque_spaces else ""
-    return NothingMatched(f"no stored block is of this prefix, or extends it{note}")
+    return NothingMatched(f"no stored block is of this prefix, or extends it{note}", opaque_spaces)
 
 
 def _purge_prefixes(session: Session, prefixes: tuple[_Prefix, ...], opaque_spaces: int, *, apply: bool) -> Purge:

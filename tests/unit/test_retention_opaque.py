@@ -67,6 +67,7 @@ def test_a_purge_by_tokens_counts_the_spaces_that_it_does_not_reach(shop: Shop, 
     nothing = shop.run("purge", "--tokens", WHOLE, "--apply", "--yes")
     assert nothing.exit_code == EXIT_NOTHING
     assert NOT_REACHED in nothing.stderr
+    assert shop.json("purge", "--tokens", WHOLE)["opaque_spaces"] == 2
     assert shop.json("purge", "--class", "agent")["opaque_spaces"] == 0
 
 
