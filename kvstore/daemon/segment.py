@@ -292,7 +292,7 @@ class Segment:
         self.header = header
         self._hastened = self._dropped = 0
         self.oldest_s = header.created_s
-        self.sealed = self.torn = self.unsafe = False
+        self.sealed = self.torn = self.unsafe = self.failed = False
         self.dirty = True
 
     def files_bytes(self) -> int:

@@ -49,6 +49,8 @@ class SegmentSet:
         self.free: list[int] = []
         self.unclean: list[int] = []
         """Released, but not free before their bytes are erased."""
+        self._aside: set[int] = set()
+        """Taken to be begun, which their files refused."""
         self.opened: dict[tuple[int, int], int] = {}
         self.may_grow = True
         """False after a file could not be created (a full file system): recycle instead, until the next sweep."""
@@ -239,6 +241,7 @@ class SegmentSet:
             self.free.remove(segment.number)
         if segment.number in self.unclean:
             self.unclean.remove(segment.number)
+        self._aside.discard(segment.number)
         self.segments = {number: other for number, other in self.segments.items() if other is not segment}
         segment.close()
 
@@ -274,14 +277,10 @@ class SegmentSet:
         """Give files that refused a write, and the file system, another chance."""
         self.may_grow = True
         for segment in self.segments.values():
-            if not segment.failed:
-                continue
-            if segment.header.class_byte == FREE:
+            if segment.failed and (segment.header.class_byte == FREE or segment.sealed or self._seal(segment)):
                 segment.failed = False
-                if segment.number not in self.unclean:
-                    self.free.append(segment.number)
-            elif segment.sealed or self._seal(segment):
-                segment.failed = False
+        self.free += sorted(self._aside)
+        self._aside.clear()
 
     def close(self) -> None:
         """Let go of the files, but not of one that is being read: its descriptor could soon be another file's."""
@@ -325,6 +324,7 @@ class SegmentSet:
             try:
                 segment.reformat(header)
             except OSError as error:
+                self._aside.add(segment.number)
                 log.error("segment_set_aside segment=%d problem=%r", segment.number, error)
                 return None
             return segment

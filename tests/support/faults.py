@@ -92,9 +92,9 @@ class GatedFiles(FaultyFiles):
         """Stop the next write that begins with this key's record; ``error``: it then fails with that."""
         return self._gates.setdefault(key, Gate(error))
 
-    def hold_flush(self) -> Gate:
-        """Stop before the next flush."""
-        return self.hold(_FLUSH)
+    def hold_flush(self, error: int = 0) -> Gate:
+        """Stop before the next flush, as ``hold``."""
+        return self.hold(_FLUSH, error)
 
     def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         head = bytes(views[0][:_HEADER_BYTES])

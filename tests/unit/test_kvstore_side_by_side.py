@@ -19,7 +19,7 @@ from kvstore.limits import MIB
 from kvstore.purges import PurgeOrder
 from kvstore.store import FLAG_APPROXIMATE, AckLevel, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S, TEST_RULES, ManualClock
-from kvstore.traffic import AGENT, ClassRules
+from kvstore.traffic import AGENT, CHAT, ClassRules
 from tests.support.faults import Gate, GatedFiles
 from tests.support.nodes import open_node, puts_of, read
 from tests.support.spaces import a_chain, a_space
@@ -390,6 +390,25 @@ def test_a_sweep_takes_what_expired_and_nothing_that_is_under_way(rig: Rig) -> N
     for lose_index in (False, True):
         assert rig.statuses(rig.first + rig.second) == {GetStatus.OK}
         rig.reopen(lose_index=lose_index)
+    assert rig.statuses(rig.first + rig.second) == {GetStatus.OK}
+
+
+def test_a_flush_that_fails_after_its_segment_was_freed_frees_it_no_second_time(rig: Rig) -> None:
+    """Flushes need no lock: what one finds out late is of the life before, and two classes never share a segment."""
+    segments = rig.node._shards[0]._ledger.segments
+    (segment,) = segments.segments.values()
+    assert rig.node.delete_space(rig.space) == 1
+    gate = rig.files.hold_flush(errno.EIO)
+    flush = rig.begin(segment.sync)
+    gate.wait()
+    rig.node.sweep(apply=True)
+    assert segments.free == [segment.number]
+    gate.open()
+    with pytest.raises(OSError, match="Input/output"):
+        flush.result(WAIT_S)
+    rig.node.sweep(apply=True)
+    assert segments.free == [segment.number]
+    assert rig.put(rig.first) == rig.node.put(rig.space, rig.second, traffic_class=CHAT) == [STORED] * 4
     assert rig.statuses(rig.first + rig.second) == {GetStatus.OK}
 
 
