@@ -257,6 +257,9 @@ class Wire:
             self.read += map(bytes, buffers)
         return sum(len(buffer) for buffer in buffers)
 
+    def send(self, data: bytes, flags: int = 0) -> int:
+        return self.sendmsg([memoryview(data)])
+
     def setsockopt(self, *_: object) -> None:
         return
 
