@@ -6,11 +6,12 @@ operation failed or found something, 2 wrong usage or configuration.
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.access import read_token
+from kvstore.access import read_token, split_host_port
 from kvstore.client import StoreClient
 from kvstore.config import ADMIN_DEFAULT, LISTEN_DEFAULT, load_config
 from kvstore.errors import StoreError
@@ -26,12 +27,17 @@ from kvstore.events import Position, follow_events, read_events
 from kvstore.explain_cli import add_explain
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes_short, parse_seconds
+from kvstore.wording import utc
 
 LoadRules = Callable[[Path | None], tuple[ClassRules, str]]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 HOUR_S = 3600
+HTTP_S_MAX = 1.0
+ADMIN_HINT = ": it speaks HTTP, as the admin endpoint of a node does (--admin); name where its store listens (--listen)"
+TIMES = frozenset({"scrub_last_pass_s", "written_since_s"})
+"""Statistics that are times since the epoch, 0 for never: people are shown the date."""
 
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", envvar="REPRISE_TOKEN_FILE", help="File that holds the store's token.")
@@ -181,9 +187,25 @@ def _stats_of(address: str, token: str | None, deadline_s: float) -> dict[str, A
         nodes: Mapping[str, dict[str, Any]] = client.stats(deadline_s=deadline_s)["nodes"]
         return next(iter(nodes.values()))
     except StoreError as error:
-        return {"error": str(error)}
+        hint = ADMIN_HINT if _speaks_http(address) else ""
+        return {"error": f"{error}{hint}"}
     finally:
         client.close()
+
+
+def _speaks_http(address: str) -> bool:
+    """Whether HTTP is answered at an address, as at a node's admin endpoint, within HTTP_S_MAX."""
+    try:
+        connection = http.client.HTTPConnection(*split_host_port(address), timeout=HTTP_S_MAX)
+    except ValueError:
+        return False
+    with closing(connection):
+        try:
+            connection.request("GET", "/healthz")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            return False
+    return True
 
 
 def _print_stats(address: str, stats: Mapping[str, Any]) -> None:
@@ -228,6 +250,8 @@ def _print_volumes(console: Console, volumes: Mapping[str, Mapping[str, Any]]) -
 def _shown(name: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and "bytes" in name:
         return format_bytes_short(value)
+    if name in TIMES and isinstance(value, (int, float)):
+        return utc(int(value)) if value else "never"
     if isinstance(value, float):
         return f"{value:.3f}"
     return str(value)
