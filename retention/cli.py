@@ -23,7 +23,7 @@ from kvstore.units import parse_duration_s
 from retention import report
 from retention.forecast_cli import add_forecast
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, WatchOption, YesOption
-from retention.pins import PinCount, make_pins, pin_blocks, unpin_blocks
+from retention.pins import PinCount, home_of_pins, make_pins, pin_blocks, unpin_blocks
 from retention.plan_cli import add_plan
 from retention.planner import Totals, by_class, by_space
 from retention.policy import parse_keep_for
@@ -154,7 +154,9 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
     @app.command()
     def unpin(
         keys: KeysArgument,
-        space: SpaceOption,
+        space: Annotated[
+            str | None, typer.Option("--space", help="Its id, or first digits; without, where the keys are pinned.")
+        ] = None,
         owner: Annotated[str | None, typer.Option("--owner", help="Only this owner's; without, everybody's.")] = None,
         release_holds: Annotated[
             bool, typer.Option("--release-holds", help="Legal holds too; without, a hold refuses the command.")
@@ -169,9 +171,13 @@ def _add_pins(app: typer.Typer, sessions: Sessions) -> None:
         with sessions.open(store, token_file, deadline, as_json) as session:
             if release_holds:
                 confirm(f"release every hold on {len(set(keys))} blocks?", yes=yes)
-            home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
+            wanted = _keys(keys)
+            if space is not None:
+                home = match_space(space, session.store.spaces(deadline_s=session.deadline_s))
+            else:
+                home = home_of_pins(session.store.pins(deadline_s=session.deadline_s), wanted)
             count = unpin_blocks(
-                session.store, home, _keys(keys), owner=owner, holds=release_holds, deadline_s=session.deadline_s
+                session.store, home, wanted, owner=owner, holds=release_holds, deadline_s=session.deadline_s
             )
             _show_pin_count(session, "unpinned", "pinned", count)
 

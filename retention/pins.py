@@ -6,13 +6,13 @@ it and why, so that somebody can be asked before it is taken away.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.keys import BlockKey, SpaceId
 from kvstore.limits import LOOKUP_KEYS_MAX, NAME_BYTES_MAX
 from kvstore.store import Pin, Store
-from retention.errors import SelectionInvalid
+from retention.errors import NothingMatched, SelectionInvalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,17 @@ def unpin_blocks(
     _check_count(keys)
     unique = tuple(dict.fromkeys(keys))
     return PinCount(len(unique), store.unpin(space_id, unique, owner=owner, holds=holds, deadline_s=deadline_s))
+
+
+def home_of_pins(pins: Iterable[Pin], keys: Sequence[BlockKey]) -> SpaceId:
+    """The one space in which some of the keys are pinned. Raises NothingMatched, or SelectionInvalid for several."""
+    wanted = set(keys)
+    homes = {pin.space_id for pin in pins if pin.key in wanted}
+    if not homes:
+        raise NothingMatched("nobody has pinned these blocks; `retention pins` lists what is pinned")
+    if len(homes) > 1:
+        raise SelectionInvalid(f"the keys are pinned in {len(homes)} spaces: name one with --space")
+    return homes.pop()
 
 
 def _check_count(keys: Sequence[BlockKey]) -> None:

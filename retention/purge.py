@@ -7,15 +7,17 @@ a shorter prefix that the next one still finds whole; what is counted was there.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Held, Unavailable
 from kvstore.keys import BlockKey, Space, SpaceId, tenant_salt
 from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES
 from kvstore.purges import PurgeOrder
-from kvstore.store import BlockInfo, Store
+from kvstore.store import BlockInfo, Pin, Store
+from kvstore.wording import printable
 from retention.errors import NothingMatched, SelectionInvalid
 from retention.scan import SCAN_S_DEFAULT, scan_blocks
 
@@ -27,6 +29,7 @@ PASSES_MAX = 3
 """Passes over a prefix, since workers may go on writing under it; what comes later is for the next purge."""
 
 
+Place = tuple[SpaceId, BlockKey]
 _Link = tuple[int, BlockKey, BlockKey, int]
 """Index, key, parent and payload bytes of a block."""
 
@@ -40,6 +43,8 @@ class Purge:
     ``whole_spaces``: all states of the spaces go too; else those under the blocks. A store does not count them.
     ``shared_blocks``: of a purge by class, blocks that stay for the other classes that use them.
     ``opaque_spaces``: of a purge by tokens, spaces that were not looked through, since engines name their blocks.
+    ``pinned``: which of the blocks are or were pinned; their pins go with them. ``holds``: of a purge that was only
+    looked at, the legal holds that forbid it.
     """
 
     applied: bool
@@ -49,6 +54,8 @@ class Purge:
     whole_spaces: bool = False
     shared_blocks: int = 0
     opaque_spaces: int = 0
+    pinned: frozenset[Place] = frozenset()
+    holds: tuple[Pin, ...] = ()
 
     @property
     def blocks_total(self) -> int:
@@ -63,6 +70,7 @@ class PrefixPlan:
     keys: tuple[BlockKey, ...]
     payload_bytes: int
     loose_blocks: int
+    pinned: frozenset[Place] = frozenset()
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------
@@ -108,8 +116,11 @@ def plan_prefix(root: BlockKey, blocks: Iterable[BlockInfo], also: Set[BlockKey]
     """
     links: list[_Link] = []
     home: tuple[SpaceId, int] | None = None
+    pinned: set[BlockKey] = set()
     for block in blocks:
         links.append((block.index, block.key, block.parent, block.payload_bytes))
+        if block.pinned:
+            pinned.add(block.key)
         if block.key == root:
             home = block.space_id, block.index
         elif block.parent == root:
@@ -120,7 +131,8 @@ def plan_prefix(root: BlockKey, blocks: Iterable[BlockInfo], also: Set[BlockKey]
             raise SelectionInvalid(f"the space has more than {PREFIX_BLOCKS_MAX} blocks: purge it with --space instead")
     if home is None:
         raise NothingMatched(f"no stored block is or extends {root.hex()}")
-    return _descend(home[0], root, home[1], sorted(links), also)
+    plan = _descend(home[0], root, home[1], sorted(links), also)
+    return replace(plan, pinned=frozenset((home[0], key) for key in plan.keys if key in pinned))
 
 
 def _descend(
@@ -158,6 +170,7 @@ def _hex_digits(text: str, what: str) -> str:
 def count_part(store: Store, order: PurgeOrder, *, deadline_s: float = SCAN_S_DEFAULT) -> Purge:
     """What an order by class or age comes to now."""
     counts: Counter[SpaceId] = Counter()
+    pinned: set[Place] = set()
     payload_bytes = shared_blocks = 0
     for space_id in order.spaces or (None,):
         for block in scan_blocks(store, space_id, deadline_s=deadline_s):
@@ -169,7 +182,37 @@ def count_part(store: Store, order: PurgeOrder, *, deadline_s: float = SCAN_S_DE
             if goes:
                 counts[block.space_id] += 1
                 payload_bytes += block.payload_bytes
-    return Purge(False, counts, payload_bytes, shared_blocks=shared_blocks)
+                if block.pinned:
+                    pinned.add((block.space_id, block.key))
+    return Purge(False, counts, payload_bytes, shared_blocks=shared_blocks, pinned=frozenset(pinned))
+
+
+# --- legal holds -----------------------------------------------------------------------------------------------------
+
+
+def with_holds(store: Store, found: Purge, *, deadline_s: float) -> Purge:
+    """What was looked at, with the legal holds on it: nodes refuse to remove anything under one."""
+    pins = store.pins(deadline_s=deadline_s) if found.pinned else []
+    holds = dict.fromkeys(pin for pin in pins if pin.hold and (pin.space_id, pin.key) in found.pinned)
+    return replace(found, holds=tuple(holds))
+
+
+def has_holds(store: Store, *, deadline_s: float) -> bool:
+    """Whether anything at all is under a legal hold."""
+    return any(pin.hold for pin in store.pins(deadline_s=deadline_s))
+
+
+def refuse_held(found: Purge) -> None:
+    """Raise Held where there are legal holds, with what releases one of them."""
+    if not found.holds:
+        return
+    first, places = found.holds[0], {(pin.space_id, pin.key) for pin in found.holds}
+    owner = printable(first.owner)
+    release = f"retention unpin {first.key.hex()} --owner {shlex.quote(owner)} --release-holds"
+    raise Held(
+        f"nothing is removed, because of legal holds on {len(places)} of these blocks: `{release}` releases that "
+        f"of {owner} ({printable(first.reason)}); `retention pins` names all"
+    )
 
 
 # --- removing -------------------------------------------------------------------------------------------------------
@@ -179,13 +222,19 @@ def purge_spaces(
     store: Store, space_ids: Sequence[SpaceId], *, apply: bool, deadline_s: float = SCAN_S_DEFAULT
 ) -> Purge:
     """Remove every block and state of some spaces, or count them."""
-    counts: dict[SpaceId, int] = {}
+    counts: Counter[SpaceId] = Counter()
+    pinned: set[Place] = set()
     payload_bytes = 0
     for space_id in space_ids:
-        sizes = [block.payload_bytes for block in scan_blocks(store, space_id, deadline_s=deadline_s)]
-        payload_bytes += sum(sizes)
-        counts[space_id] = store.delete_space(space_id, deadline_s=deadline_s) if apply else len(sizes)
-    return Purge(apply, counts, payload_bytes, whole_spaces=True)
+        counts[space_id] = 0
+        for block in scan_blocks(store, space_id, deadline_s=deadline_s):
+            counts[space_id] += 1
+            payload_bytes += block.payload_bytes
+            if block.pinned:
+                pinned.add((space_id, block.key))
+        if apply:
+            counts[space_id] = store.delete_space(space_id, deadline_s=deadline_s)
+    return Purge(apply, counts, payload_bytes, whole_spaces=True, pinned=frozenset(pinned))
 
 
 def purge_part(store: Store, order: PurgeOrder, *, apply: bool, deadline_s: float = SCAN_S_DEFAULT) -> Purge:
@@ -219,8 +268,8 @@ def purge_prefix(
     home = space_id or home_of(store, root, deadline_s)
     plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s), also)
     if not apply:
-        return Purge(False, {home: len(plan.keys)}, plan.payload_bytes, plan.loose_blocks)
-    removed, payload_bytes, loose_blocks = 0, 0, plan.loose_blocks
+        return Purge(False, {home: len(plan.keys)}, plan.payload_bytes, plan.loose_blocks, pinned=plan.pinned)
+    removed, payload_bytes, loose_blocks, pinned = 0, 0, plan.loose_blocks, plan.pinned
     for _ in range(PASSES_MAX):
         removed += _delete(store, plan, deadline_s)
         payload_bytes += plan.payload_bytes
@@ -228,8 +277,8 @@ def purge_prefix(
             plan = plan_prefix(root, scan_blocks(store, home, deadline_s=deadline_s), also)
         except NothingMatched:
             break
-        loose_blocks = plan.loose_blocks
-    return Purge(True, {home: removed}, payload_bytes, loose_blocks)
+        loose_blocks, pinned = plan.loose_blocks, pinned | plan.pinned
+    return Purge(True, {home: removed}, payload_bytes, loose_blocks, pinned=pinned)
 
 
 def home_of(store: Store, root: BlockKey, deadline_s: float) -> SpaceId:

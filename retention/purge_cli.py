@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from retention.errors import NothingMatched, SelectionInvalid
 from retention.options import ApplyOption, DeadlineOption, JsonOption, StoreOption, TokenOption, YesOption
 from retention.policy_cli import AuthorOption, me
 from retention.prefixes import opaque_note, read_tokens, tokens_of_text
-from retention.purge import Purge
+from retention.purge import Purge, has_holds, refuse_held, with_holds
 from retention.receipt import read_public_key, read_receipt, read_secret_key, sign_receipt, write_key
 from retention.selection import Selection, Why, order_of, purge_of
 from retention.session import EXIT_FAILED, EXIT_LEFT, Session, Sessions, confirm, dry_hint, exit_codes
@@ -115,15 +116,21 @@ def add_purge(app: typer.Typer, sessions: Sessions) -> None:
                     _carry_out(session, order, proof, sign_key)
                     return
                 run = purge_of(session, selection, why)
-                if apply and not yes and sys.stdin.isatty():
-                    typer.echo(report.purge_line(run(False)), err=True)
+                asks = not yes and sys.stdin.isatty()
+                if apply and (asks or has_holds(session.store, deadline_s=session.deadline_s)):
+                    foreseen = _foreseen(session, run)
+                    if asks:
+                        typer.echo(report.purge_line(foreseen), err=True)
+                    refuse_held(foreseen)  # one in the last space or node, before the first one is emptied
                     confirm("purge for good?", yes=yes)
-                result = run(apply)
+                result = run(True) if apply else _foreseen(session, run)
             except NothingMatched as error:
                 nothing = Purge(apply, {}, 0, whole_spaces=selection.whole_spaces, opaque_spaces=error.opaque_spaces)
                 session.show(report.purge_json(nothing))
                 raise
-            session.show(report.purge_json(result), report.purge_line(result), *dry_hint(apply))
+            hint = () if result.holds else dry_hint(apply)
+            session.show(report.purge_json(result), report.purge_line(result), *hint)
+            refuse_held(result)
 
     _add_receipts(app, sessions)
 
@@ -200,6 +207,11 @@ def _tokens_of(
     if text is not None and tokenizer is not None:
         return tokens_of_text(text, tokenizer, rendered=rendered)
     return None if tokens is None else read_tokens(tokens)
+
+
+def _foreseen(session: Session, run: Callable[[bool], Purge]) -> Purge:
+    """What a purge would remove, and the legal holds that forbid it."""
+    return with_holds(session.store, run(False), deadline_s=session.deadline_s)
 
 
 def _extent(order: PurgeOrder) -> str:

@@ -148,6 +148,8 @@ def purge_json(purge: Purge) -> Json:
         "shared_blocks": purge.shared_blocks,
         "opaque_spaces": purge.opaque_spaces,
         "whole_spaces": purge.whole_spaces,
+        "pinned_blocks": len(purge.pinned),
+        "holds": [pin_json(pin) for pin in purge.holds],
         "spaces": {space_id.hex(): count for space_id, count in purge.blocks.items()},
     }
 
@@ -304,6 +306,8 @@ def purge_line(purge: Purge) -> str:
     spaces = f"{len(purge.blocks)} space" + ("" if len(purge.blocks) == 1 else "s")
     states = "all states" if purge.whole_spaces else "the states under them"
     line = f"{verb} {_blocks(purge.blocks_total)} ({format_bytes_short(purge.payload_bytes)}) and {states} in {spaces}"
+    if purge.pinned:
+        line += f"; {len(purge.pinned):,} of them pinned: their pins {'went' if purge.applied else 'go'} too"
     if purge.shared_blocks:
         line += f"; {_blocks(purge.shared_blocks)} that other classes use too stay for them"
     if purge.loose_blocks:

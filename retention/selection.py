@@ -226,6 +226,7 @@ def _purge_prefixes(session: Session, prefixes: tuple[_Prefix, ...], opaque_spac
         sum(part.payload_bytes for part in parts),
         sum(part.loose_blocks for part in parts),
         opaque_spaces=opaque_spaces,
+        pinned=frozenset(place for part in parts for place in part.pinned),
     )
 
 

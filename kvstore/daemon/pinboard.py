@@ -169,7 +169,9 @@ def _refuse(held: Iterable[Pin]) -> None:
     pins = list(held)
     if pins:
         shown = ", ".join(sorted({f"{pin.owner} ({pin.reason})" for pin in pins})[:SHOWN_MAX])
+        count = len({place_of(pin)[:2] for pin in pins})
+        blocks = "1 block is" if count == 1 else f"{count} blocks are"
         raise Held(
-            f"{len(pins)} blocks are under a legal hold by {shown}: `retention unpin --release-holds` releases it; "
-            "nothing was removed"
+            f"{blocks} under a legal hold by {shown}; nothing was removed: `retention unpin KEY --release-holds` "
+            "releases it, `retention pins` names the keys"
         )

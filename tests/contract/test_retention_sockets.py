@@ -140,6 +140,21 @@ def test_pins_hold_wherever_a_block_lies(fleet: Fleet) -> None:
     assert hit_blocks(fleet.client, shared) == 0
 
 
+def test_a_hold_on_one_node_keeps_the_blocks_of_all(fleet: Fleet) -> None:
+    """The dry run says so, too; the hold is released by the key alone, wherever it lies."""
+    shared, _ = filled(fleet)
+    held = shared.names[-1].key.hex()
+    fleet.done("pin", held, "--space", shared.space_id.hex(), "--owner", "court", "--reason", "case 17", "--hold")
+    for choice in (["--space", shared.space_id.hex()], ["--prefix", shared.names[0].key.hex()], ["--class", "agent"]):
+        code, told, error = fleet.run("purge", *choice)
+        assert (code, told["pinned_blocks"], [pin["key"] for pin in told["holds"]]) == (EXIT_FAILED, 1, [held])
+        assert "court (case 17)" in error
+        assert fleet.run("purge", *choice, "--apply")[0] == EXIT_FAILED
+    assert hit_blocks(fleet.client, shared) == BLOCKS
+    assert fleet.done("unpin", held, "--owner", "court", "--release-holds")["unpinned"] == 1
+    assert fleet.done("purge", "--class", "agent", "--apply")["blocks"] == BLOCKS
+
+
 def test_purges_reach_every_node(fleet: Fleet) -> None:
     """A tenant's blocks and a prefix's are gone from all nodes, exactly as counted."""
     shared, mine = filled(fleet)

@@ -546,7 +546,7 @@ def test_purge_of_nothing_says_so(shop: Filled) -> None:
         assert result.exit_code == EXIT_NOTHING
         assert json.loads(result.stdout) | {"whole_spaces": True} == {
             "applied": False, "blocks": 0, "payload_bytes": 0, "loose_blocks": 0, "shared_blocks": 0,
-            "whole_spaces": True, "spaces": {}, "opaque_spaces": 0,
+            "whole_spaces": True, "spaces": {}, "opaque_spaces": 0, "pinned_blocks": 0, "holds": [],
         }  # fmt: skip
     assert shop.hits() == (4, 3)
 
