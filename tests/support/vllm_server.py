@@ -35,11 +35,12 @@ ENVIRONMENT = {
 
 
 def readme_config(store: str) -> dict[str, Any]:
-    """The ``kv-transfer-config`` that README tells newcomers to write, for another store's address."""
+    """The ``kv-transfer-config`` that README tells newcomers to write, for another store's address, without a log."""
     found = re.search(r"--kv-transfer-config '(\{[^']*RepriseConnector[^']*\})'", (ROOT / "README.md").read_text())
     assert found is not None, "README shows no --kv-transfer-config"
     config: dict[str, Any] = json.loads(found.group(1))
     config["kv_connector_extra_config"]["store"] = store
+    del config["kv_connector_extra_config"]["access_log"]
     return config
 
 
