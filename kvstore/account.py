@@ -3,7 +3,7 @@
 Pure. Owns which policy was in force when, which purge took a block, and in which fields other spaces differ. Does not
 ask nodes, nor put anything into words. Invariant: what nobody remembers is absent, never guessed. A node keeps of a
 block that is gone only the reason and the time: the policy follows from the time, and a purge is certain only where its
-order names the block's key or space.
+order names the block's key or space, or is of all spaces, by class or age, and the only one of that time.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Use:
 class Removal:
     """Why and when a block went (0: unknown), under which policy, and by which purge; None where nobody remembers.
 
-    ``order_certain``: whether the order names the block; else it was carried out then, and of which space the block was
-    is not remembered.
+    ``order_certain``: whether it was this order; else it was carried out then, and may have been.
     """
 
     reason: Presence
@@ -221,14 +220,25 @@ def _expiry(block: BlockInfo, since_s: int, policies: Sequence[Policy]) -> Remov
 def _order(
     key: BlockKey, home: SpaceId | None, at_s: int, purges: Sequence[tuple[PurgeOrder, PurgeReport]]
 ) -> tuple[PurgeOrder | None, bool]:
-    """The latest order that was being carried out when the block went, and names it (True) or may do so."""
-    may_be: PurgeOrder | None = None
-    for order, report in reversed(purges):
-        if not (report.began_s <= at_s and (not report.done or at_s <= report.ended_s)):
-            continue
-        in_its_spaces = not order.spaces or home is None or home in order.spaces
+    """The latest order that was being carried out when the block went, and whether it is certain.
+
+    It is where the order names the key or the whole space. By class or age it says what goes, but not of which block:
+    it is certain where it reaches the block's space, and no other order that may do so was carried out then.
+    """
+    under_way = [
+        order
+        for order, report in reversed(purges)
+        if report.began_s <= at_s and (not report.done or at_s <= report.ended_s)
+    ]
+    for order in under_way:
         if key in order.keys if order.keys is not None else home in order.spaces and not order.is_part:
             return order, True
-        if order.keys is None and in_its_spaces:
-            may_be = may_be or order
-    return may_be, False
+    may_be = [
+        order
+        for order in under_way
+        if order.keys is None and (not order.spaces or home is None or home in order.spaces)
+    ]
+    if not may_be:
+        return None, False
+    alone = len({order.purge_id for order in may_be}) == 1
+    return may_be[0], alone and (not may_be[0].spaces or home is not None)

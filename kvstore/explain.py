@@ -14,11 +14,12 @@ from kvstore import limits
 from kvstore.account import Account, OtherSpace, others_json, spaces_compared
 from kvstore.keys import BlockKey, BlockName, Space, SpaceId, TokenDigest, decode_space
 from kvstore.store import Presence, Sighting
-from kvstore.wording import utc
+from kvstore.wording import printable, utc
 
 CAUSES = (
     "none",
     "off",
+    "parameters",
     "never_stored",
     "another_space",
     "expired",
@@ -30,6 +31,8 @@ CAUSES = (
     "declined",
     "not_loaded",
 )
+WHOLE_BLOCKS_ONLY = frozenset({"vllm"})
+"""Roles of engines that reuse whole blocks only, whatever the store has of the tokens after the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,11 @@ class Access:
     reason: str
     first_miss: FirstMiss | None
     last_hit: BlockKey | None = None
-    """The last block that was reused; records of earlier versions do not have it."""
+    """The last block that the store gave; records of earlier versions do not have it."""
+    engine_tokens: int = 0
+    """What an engine of others had in a cache of its own; records of earlier versions count it as hit."""
+    parameters: str = ""
+    """What of the request was not understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class Explanation:
     sentence: str
     block: int | None = None
     first_token: int | None = None
+    engine_tokens: int = 0
     other_spaces: tuple[OtherSpace, ...] = ()
     account: Account | None = None
     reused: Account | None = None
@@ -84,6 +92,7 @@ class Explanation:
             "role": self.role,
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
+            "engine_tokens": self.engine_tokens,
             "cause": self.cause,
             "sentence": self.sentence,
             "block": self.block,
@@ -111,6 +120,8 @@ def read_access(row: Mapping[str, Any]) -> Access:
             reason=str(row["reason"]),
             first_miss=None if miss is None else _read_miss(miss),
             last_hit=None if row.get("last_hit") is None else BlockKey(_hex(row["last_hit"], limits.KEY_BYTES)),
+            engine_tokens=int(row.get("engine_tokens", 0)),
+            parameters=str(row.get("parameters", "")),
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"the access record lacks or mistypes a field: {error}") from error
@@ -147,6 +158,7 @@ def explain(access: Access, sighting: Sighting | None, spaces: Mapping[SpaceId, 
         role=access.role,
         prompt_tokens=access.prompt_tokens,
         hit_tokens=access.hit_tokens,
+        engine_tokens=access.engine_tokens,
         cause=cause,
         sentence=where + why,
         block=block,
@@ -160,6 +172,9 @@ def _cause(
 ) -> tuple[str, str, tuple[OtherSpace, ...]]:
     if access.reason == "off":
         return "off", "the request was made with the cache off", ()
+    if access.reason == "parameters":
+        why = "what it says of itself is not understood, so it was neither looked up nor stored"
+        return "parameters", f"{why}: {printable(access.parameters)}", ()
     if access.reason == "declined":
         return "declined", "stored, but loading it was estimated to take longer than computing it", ()
     if access.reason == "deadline":
@@ -178,12 +193,25 @@ def _cause(
 
 def _nothing_missed(access: Access) -> str:
     """No block was missed: the tokens after the last block come from a state only, and one is always computed."""
-    rest = access.prompt_tokens - access.hit_tokens
+    rest = access.prompt_tokens - access.hit_tokens - access.engine_tokens
+    if access.role in WHOLE_BLOCKS_ONLY:
+        return _no_whole_block(rest, access.block_tokens)
     if access.way == "state" or rest <= 1:
         return "everything that can be reused was reused"
     if access.hit_tokens == 0:
         return f"a prompt of {access.block_tokens} tokens or fewer is reused from a state only, and none was found"
     return f"every block was reused; the last {rest} tokens come from a state only, and none was found"
+
+
+def _no_whole_block(rest: int, block_tokens: int) -> str:
+    """What an engine that reuses whole blocks only left to compute."""
+    if rest <= 1:
+        return "everything that can be reused was reused"
+    if rest < block_tokens:
+        return f"every whole block was reused; the last {rest} tokens are less than a block of {block_tokens}"
+    if rest == block_tokens:
+        return f"the last token is always computed, and with it the last block, of {rest} tokens"
+    return f"every block that was looked up was reused; the last {rest} tokens are more than one look-up asks for"
 
 
 def _removed(presence: Presence, sighting: Sighting | None) -> tuple[str, str, tuple[OtherSpace, ...]]:

@@ -132,7 +132,7 @@ def _explain_request(nodes: Nodes, records: Sequence[Access], *, as_json: bool) 
         print(json.dumps([item.to_json() for item in explanations], indent=2))
     else:
         for item in explanations:
-            print(f"{item.request_id} ({item.role}): {item.hit_tokens} of {item.prompt_tokens} prompt tokens reused")
+            print(f"{item.request_id} ({item.role}): {reused_tokens(item)}")
             print(f"  {item.cause}: {item.sentence}")
             for title, account in (("the first block missed", item.account), ("the last block reused", item.reused)):
                 if account is not None:
@@ -143,6 +143,14 @@ def _explain_request(nodes: Nodes, records: Sequence[Access], *, as_json: bool) 
         for account in filter(None, (item.account, item.reused)):
             failed |= account.nodes_failed
     _fail_for(failed)
+
+
+def reused_tokens(item: Explanation) -> str:
+    """How many tokens of a prompt were reused; of an engine of others, which cache they came from."""
+    told = f"{item.hit_tokens + item.engine_tokens} of {item.prompt_tokens} prompt tokens reused"
+    if not item.engine_tokens:
+        return told
+    return f"{told}: {item.hit_tokens} from the store, {item.engine_tokens} from the engine's own cache"
 
 
 def _explanation(nodes: Nodes, access: Access) -> Explanation:
@@ -265,7 +273,7 @@ def _removal(removal: Removal, now_s: float) -> Iterator[tuple[str, str]]:
         yield "under policy", "one that is not remembered any more"
     if removal.order is not None:
         order = removal.order
-        perhaps = "" if removal.order_certain else " (perhaps: it went meanwhile, but its space is not remembered)"
+        perhaps = "" if removal.order_certain else " (perhaps: the block went while this was carried out)"
         whose = f" for tenant {printable(order.tenant)}" if order.tenant else ""
         why = f": {printable(order.reason)}" if order.reason else ""
         yield "by purge", f"{order.purge_id}{whose}, ordered by {printable(order.author) or 'somebody'}{why}{perhaps}"

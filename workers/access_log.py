@@ -41,8 +41,10 @@ class MissRecord:
 class AccessRecord:
     """One request at one worker. Times in seconds; ``space`` is the canonical encoding in hex, ``space_id`` its id.
 
-    ``outcome``: finished, cancelled or failed. ``published_blocks``: acknowledged by the store when the request ended.
-    ``last_hit``: the key, in hex, of the last whole block that was reused.
+    ``outcome``: finished, cancelled or failed. What is not measured is None. ``hit_tokens``: of the prompt, what the
+    store gave; ``engine_tokens``: what an engine of others had in a cache of its own, before that; ``miss_tokens``: the
+    rest. ``published_blocks``: acknowledged by the store when the request ended. ``last_hit``: the key, in hex, of the
+    last whole block that the store gave. ``parameters``: what of the request was not understood, so it was not cached.
     """
 
     request_id: str
@@ -62,11 +64,13 @@ class AccessRecord:
     exact: bool
     reason: str
     first_miss: MissRecord | None
-    queued_s: float
-    load_s: float
-    compute_s: float
-    published_blocks: int
+    queued_s: float | None
+    load_s: float | None
+    compute_s: float | None
+    published_blocks: int | None
     last_hit: str | None = None
+    engine_tokens: int = 0
+    parameters: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.explain import CAUSES, Explanation, explain, read_access
-from kvstore.explain_cli import records_of
+from kvstore.explain_cli import records_of, reused_tokens
 from kvstore.keys import encode_space, space_id
 from kvstore.store import Presence, Sighting
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
@@ -66,6 +66,7 @@ def test_a_block_whose_cipher_key_is_gone_is_told_from_one_that_was_deleted() ->
     ("record", "cause"),
     [
         (a_record("never", "off"), "off"),
+        (a_record(None, "parameters"), "parameters"),
         (a_record("present", "declined"), "declined"),
         (a_record("present", "deadline"), "deadline"),
         (a_record("present", "corrupt"), "not_loaded"),
@@ -89,6 +90,38 @@ def test_a_tail_without_a_state_is_no_missed_block(way: str, prompt: int, hit: i
     """Where every block was there, a lower count than the prompt's is explained all the same."""
     record = a_record(None, "end") | {"way": way, "prompt_tokens": prompt, "hit_tokens": hit}
     assert (told(record).cause, told(record).sentence) == ("none", sentence)
+
+
+@pytest.mark.parametrize(
+    ("engine", "hit", "sentence"),
+    [
+        (0, 36, "every whole block was reused; the last 3 tokens are less than a block of 4"),
+        (20, 16, "every whole block was reused; the last 3 tokens are less than a block of 4"),
+        (0, 35, "the last token is always computed, and with it the last block, of 4 tokens"),
+        (38, 0, "everything that can be reused was reused"),
+        (0, 30, "every block that was looked up was reused; the last 9 tokens are more than one look-up asks for"),
+    ],
+)
+def test_vllm_reuses_whole_blocks_and_has_no_states(engine: int, hit: int, sentence: str) -> None:
+    """What it left to compute is told so, whichever cache gave the rest."""
+    changes = {"role": "vllm", "prompt_tokens": 39, "hit_tokens": hit, "engine_tokens": engine}
+    explanation = told(a_record(None, "end") | changes)
+    assert (explanation.cause, explanation.sentence) == ("none", sentence)
+    assert (explanation.to_json()["hit_tokens"], explanation.to_json()["engine_tokens"]) == (hit, engine)
+
+
+def test_both_caches_are_told_apart() -> None:
+    """A hit of vLLM's own cache is not the store's; of a worker, there is one cache only."""
+    assert reused_tokens(told(a_record())) == "20 of 40 prompt tokens reused"
+    both = told(a_record() | {"engine_tokens": 8, "hit_tokens": 0})
+    assert reused_tokens(both) == "8 of 40 prompt tokens reused: 0 from the store, 8 from the engine's own cache"
+
+
+def test_parameters_that_are_not_understood_are_shown_safely() -> None:
+    """They are a client's: what could steer a terminal is not printed."""
+    sentence = told(a_record(None, "parameters") | {"parameters": "'reprise_class' was \x1b[2J"}).sentence
+    assert "'reprise_class' was" in sentence
+    assert "\x1b" not in sentence
 
 
 def test_the_block_and_its_first_token_are_named() -> None:
@@ -154,6 +187,6 @@ def test_records_are_found_in_both_log_files_past_damage(tmp_path: Path) -> None
     lines = ['{"request_id": "req-1", tru', json.dumps(longer), '"req-1"', "x" * 400_000, json.dumps(new), "\xff\xfe"]
     log.write_bytes("\n".join(lines).encode("latin-1"))
     assert [row["role"] for row in records_of(log, "req-1")] == ["old", "new"]
-    assert list(records_of(log, "req")) == []
+    assert list(records_of(log, "re")) == []
     with pytest.raises(ValueError, match="cannot read"):
         records_of(tmp_path / "absent", "req-1")

@@ -254,3 +254,29 @@ def test_a_purge_is_named_only_where_it_fits() -> None:
     assert doubted["by purge"].startswith(f"{3:032x}, ordered by carol: asked to (perhaps")
     assert certain["by purge"] == f"{3:032x}, ordered by carol: asked to"
     assert rows(told_of(Sighting(Presence.PURGED, T0_S + 900, 0, ()), purges=purges))["by purge"].startswith("no order")
+
+
+@pytest.mark.parametrize(
+    ("spaces", "known", "others", "certain"),
+    [
+        ((), None, 0, True),
+        ((), CHAIN.space_id, 0, True),
+        ((CHAIN.space_id,), CHAIN.space_id, 0, True),
+        ((CHAIN.space_id,), None, 0, False),
+        ((), CHAIN.space_id, 1, False),
+    ],
+    ids=["all spaces, key", "all spaces", "its space", "some space, key", "two purges"],
+)
+def test_a_purge_by_class_is_certain_where_it_alone_reached_the_space(
+    spaces: tuple[Any, ...], known: Any, others: int, certain: bool
+) -> None:
+    """It names no block; each node reports it, which makes no second purge of it."""
+
+    def order(number: int, node: int) -> tuple[PurgeOrder, PurgeReport]:
+        named = PurgeOrder(f"{number:032x}", spaces, None, T0_S, "carol", class_byte=CHAT)
+        return named, PurgeReport(named.purge_id, 1, 1, 1, 0, "", 1, False, T0_S - node, T0_S + 5)
+
+    purges = tuple(order(number, node) for number in range(1 + others) for node in range(2))
+    found = rows(told_of(Sighting(Presence.PURGED, T0_S + 2, 0, ()), purges=purges, space_id=known))
+    assert found["by purge"].startswith(f"{others:032x}, ordered by carol")
+    assert ("perhaps" not in found["by purge"]) == certain

@@ -25,11 +25,11 @@ from kvstore.limits import LOOKUP_KEYS_MAX
 from kvstore.store import Presence
 from workers.access_log import AccessLog
 from workers.adapters.attachment import Asked, Attachment, OptionError, Settings
-from workers.adapters.vllm_accesses import REASON_WINDOW, Reuse, access_record
+from workers.adapters.vllm_accesses import REASON_WINDOW, Reuse, access_record, uncached_record
 from workers.adapters.vllm_space import AdapterDigests, layer_specs, window_of
 from workers.adapters.vllm_stats import Interval, RepriseStats
 from workers.adapters.vllm_step import Move, Prefix, Rank, Step, window_name
-from workers.adapters.vllm_wishes import Complaints, read_wishes
+from workers.adapters.vllm_wishes import Complaints, Unclear, read_wishes
 from workers.spaces import TenantSpace
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Tracked:
     """One request. ``first``: blocks that vLLM had itself when it asked; ``saved``: blocks that were offered or found.
 
     ``state``: the latest boundary whose window was offered or found. ``failed``: a load of it did. ``reuse``: what its
-    prompt reused.
+    prompt reused. ``load_s``: how long it waited for loads, if for any.
     """
 
     request: Request
@@ -100,6 +100,8 @@ class Tracked:
     found: Found = NOTHING
     first: int = 0
     loading: Move | None = None
+    load_began_s: float = 0.0
+    load_s: float | None = None
     failed: bool = False
     saved: int = 0
     state: int = 0
@@ -127,6 +129,8 @@ class Scheduling:
         self._interval = Interval()
         self._log = AccessLog.open(settings.access_log) if settings.access_log is not None else None
         self._requests: dict[str, Tracked] = {}
+        self._uncached: dict[str, tuple[Unclear, ...]] = {}
+        """Requests that are not cached, since they said so or since of what is unclear: kept for the access log."""
         self._unnamed: dict[str, float] = {}
         """Requests whose adapter is being hashed, and until when they wait for that."""
         self._loads: list[Move] = []
@@ -179,14 +183,16 @@ class Scheduling:
         if request.lora_request is not None and self._waits_for_name(request):
             return None, False
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.failed or request.skip_reading_prefix_cache or not self._may_load:
+        if tracked is None:
+            return 0, False
+        tracked.first = computed // self._block_tokens
+        if tracked.failed or request.skip_reading_prefix_cache or not self._may_load:
             return 0, False
         if tracked.asked is None:  # it was preempted and begins anew
             tracked.asked = self._ask(replace(tracked.prefix, tokens=list(request.all_token_ids)))
         if not tracked.asked.settled:
             return None, False
         tracked.found = tracked.asked.answer() or NOTHING
-        tracked.first = computed // self._block_tokens
         stop = tracked.found.usable(self._usable_max(request.num_tokens), windows=self._window_blocks > 0)
         return (stop * self._block_tokens - computed, True) if stop > tracked.first else (0, False)
 
@@ -200,13 +206,13 @@ class Scheduling:
         self._touch(tracked, stop)
         tracked.state = max(tracked.found.states | tracked.found.kept, default=0)
         if tracked.reuse is None:
-            tracked.reuse = self._reuse(tracked, stop, loaded=tokens > 0)
+            tracked.reuse = self._reuse(tracked, stop)
             self._windows_missed += tracked.reuse.reason == REASON_WINDOW
         if tokens > 0:
             states = (stop,) if self._window_blocks else ()
             move = self._move(tracked, blocks.get_block_ids(), range(tracked.first, stop), stop, states)
             move = replace(move, kept=stop in tracked.found.kept)
-            tracked.loading = move
+            tracked.loading, tracked.load_began_s = move, time.monotonic()
             self._loads.append(move)
 
     def step(self, output: SchedulerOutput) -> Step:
@@ -233,18 +239,26 @@ class Scheduling:
                 load = tracked.loading
                 if load is not None and (good := _blocks_good(load, request_id, output)) < load.stop:
                     if not tracked.failed:
-                        tracked.reuse = replace(self._reuse(tracked, good, loaded=True), failed=True)
+                        tracked.reuse = replace(self._reuse(tracked, good), failed=True)
                     tracked.failed, tracked.found, tracked.saved, tracked.state = True, NOTHING, 0, 0
         for request_id in output.finished_recving or ():
-            if request_id in self._requests:
-                self._requests[request_id].loading = None
+            waited = self._requests.get(request_id)
+            if waited is not None and waited.loading is not None:
+                waited.loading = None
+                waited.load_s = (waited.load_s or 0.0) + time.monotonic() - waited.load_began_s
 
     def leave(self, request: Request) -> None:
         """It ended: the access log is told what it reused, and why not more."""
         self._unnamed.pop(request.request_id, None)
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and tracked.reuse is not None and self._log is not None:
-            self._log.append(access_record(request, tracked.reuse, time.time()))
+        unclear = self._uncached.pop(request.request_id, None)
+        if self._log is None or self._attached is None:
+            return
+        if unclear is not None:
+            shared = self._attached.spaces.of(None, self._ranks[0])
+            self._log.append(uncached_record(request, shared, unclear, time.time()))
+        elif tracked is not None and tracked.reuse is not None:
+            self._log.append(access_record(request, tracked.reuse, time.time(), tracked.load_s))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -276,6 +290,8 @@ class Scheduling:
         wishes = read_wishes(self._settings, request.kv_transfer_params, request.kv_hints)
         if wishes.unclear:
             self._complaints.add(wishes.unclear)
+        if wishes.terms is None and self._log is not None:
+            self._uncached[request.request_id] = wishes.unclear
         terms, tokens, lora = wishes.terms, request.prompt_token_ids, request.lora_request
         if terms is None or tokens is None or request.prompt_embeds is not None or request.resumable:
             return None
@@ -329,11 +345,12 @@ class Scheduling:
         have = Have(space, names, found.presence, kept)
         return Found(found.presence == int(Presence.PRESENT), states, frozenset(kept), (have,), declined)
 
-    def _reuse(self, tracked: Tracked, stop: int, *, loaded: bool) -> Reuse:
-        """What a prompt reuses of ``stop`` blocks, as the first rank has them."""
+    def _reuse(self, tracked: Tracked, stop: int) -> Reuse:
+        """What a prompt reuses of ``stop`` blocks, as the first rank has them; the first of them vLLM had itself."""
         found, attached = tracked.found, self._attached
         assert attached is not None
         have = found.ranks[0] if found.ranks else None
+        engine = min(tracked.first, stop)
         usable_max = self._usable_max(tracked.request.num_prompt_tokens)
         behind = have is not None and stop < min(len(have.names), usable_max)
         return Reuse(
@@ -341,11 +358,11 @@ class Scheduling:
             answered=have is not None,
             declined=found.declined,
             failed=False,
+            engine=engine,
             reused=stop,
             stored=min(found.prefix_blocks, usable_max),
-            loaded=loaded,
             missed=(have.names[stop], Presence(int(have.presence[stop]))) if have is not None and behind else None,
-            last=have.names[stop - 1] if have is not None and 0 < stop <= len(have.names) else None,
+            last=have.names[stop - 1] if have is not None and engine < stop <= len(have.names) else None,
         )
 
     def _touch(self, tracked: Tracked, stop: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +12,22 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvstore.explain import explain, read_access
+from kvstore.explain_cli import records_of
 from kvstore.keys import TokenChain
 from kvstore.store import BlockPut
 from kvstore.traffic import AGENT, CHAT
 from tests.support.vllm_halves import TOKENS, Ranks, a_request, config_of, full, sliding
 from workers.adapters import vllm_wishes
 from workers.adapters.attachment import CACHE_WISH, CLASS_WISH, TENANT_WISH, Terms
-from workers.adapters.vllm_accesses import REASON_END, REASON_WINDOW, access_record
-from workers.adapters.vllm_wishes import NAMES_TOLD_MAX, OF_OTHERS, read_wishes
+from workers.adapters.vllm_accesses import REASON_END, REASON_RANK, REASON_WINDOW, access_record
+from workers.adapters.vllm_wishes import OF_OTHERS, TOLD_MAX, VALUE_SHOWN, read_wishes
 
 TOKEN_IDS = list(range(100, 122))
+ENDED: Any = {"is_finished": lambda: True, "num_output_tokens": 1}
+"""What a request says of itself when it leaves."""
 
 
 @pytest.fixture
@@ -105,17 +110,50 @@ def test_what_is_understood_is_taken(
 
 def test_a_hint_that_is_misspelt_is_told_as_a_parameter_is(ranks: Ranks) -> None:
     """Whoever writes hints may misspell as well."""
-    assert read_wishes(ranks.half._settings, None, hints({"tenant": "bob"})).unclear == ("tenant",)
+    (unclear,) = read_wishes(ranks.half._settings, None, hints({"tenant": "bob"})).unclear
+    assert (unclear.name, unclear.value) == ("tenant", "'bob'")
 
 
-def test_a_client_cannot_flood_the_log(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    """Names that are not understood are told up to a bound, and shortened; all are counted."""
-    for number in range(2 * NAMES_TOLD_MAX):
-        ranks.half.arrive(a_request(TOKEN_IDS, kv_transfer_params={f"{number}{'x' * 1000}\n": 1}))
+@pytest.mark.parametrize(
+    "parameters",
+    [lambda number: {f"{number}{'x' * 1000}\n": 1}, lambda number: {CLASS_WISH: f"{number}\n{'x' * 1000}"}],
+    ids=["names", "values"],
+)
+def test_a_client_cannot_flood_the_log(ranks: Ranks, parameters: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Names and values that are not understood are told up to a bound, and shortened; all are counted."""
+    for number in range(2 * TOLD_MAX):
+        ranks.half.arrive(a_request(TOKEN_IDS, kv_transfer_params=parameters(number)))
     told = complaints(caplog)
-    assert len(told) == NAMES_TOLD_MAX
+    assert len(told) == TOLD_MAX
     assert all("\n" not in line and len(line) < 400 for line in told)
-    assert ranks.half._complaints.count == 2 * NAMES_TOLD_MAX
+    assert ranks.half._complaints.count == 2 * TOLD_MAX
+
+
+def test_the_log_says_what_was_written_and_what_may_be(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each value, however often it comes: with the classes that are configured, and values cut short."""
+    for value in ["batch", "bogus", "batch", 10**5000, ["x" * 1000] * 1000]:
+        ranks.half.arrive(a_request(TOKEN_IDS, kv_transfer_params={CLASS_WISH: value}))
+    told = complaints(caplog)
+    assert len(told) == 4
+    assert [f"value='{name}'" in line for name, line in zip(["batch", "bogus"], told, strict=False)] == [True, True]
+    assert all("expected=one of agent, chat, or 16..255" in line for line in told)
+    assert all(len(line) < 300 + VALUE_SHOWN for line in told)
+
+
+def test_a_request_that_is_not_cached_is_in_the_access_log(tmp_path: Path) -> None:
+    """What was not understood, or that it wished so: its client, who was told nothing, can be answered."""
+    log = tmp_path / "access.jsonl"
+    both = Ranks(config_of(a_0_1=full()), access_log=log)
+    for name, parameters in [("unclear", {CLASS_WISH: "batch"}), ("off", {CACHE_WISH: "off"})]:
+        request = a_request(TOKEN_IDS, name, kv_transfer_params=parameters, **ENDED)
+        both.half.arrive(request)
+        assert both.matched(request) == (0, False)
+        both.half.leave(request)
+    assert both.half._uncached == {}
+    both.half.close()
+    unclear, off = (explain(read_access(next(records_of(log, name))), None, {}) for name in ("unclear", "off"))
+    assert (unclear.cause, off.cause) == ("parameters", "off")
+    assert "'reprise_class' was 'batch', expected is one of agent, chat" in unclear.sentence
 
 
 def test_what_others_say_is_in_their_sources() -> None:
@@ -240,3 +278,70 @@ def test_a_hit_that_is_declined_for_want_of_a_window_is_told(length: int, reason
     told = explain(read_access(access_record(ended, reuse, 1.0).to_json()), None, {})
     assert ("its window is not stored" in told.sentence) == (missed > 0)
     both.half.close()
+
+
+# --- which cache gave it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("computed", "stored", "tokens", "last", "reason", "way"),
+    [
+        (0, 3, (0, 12, 10), 2, "never", "blocks"),
+        (1, 3, (4, 8, 10), 2, "never", "blocks"),
+        (2, 0, (8, 0, 14), None, "never", "engine"),
+        (3, 3, (12, 0, 10), None, "never", "engine"),
+        (5, 0, (20, 0, 2), None, REASON_END, "engine"),
+        (0, 0, (0, 0, 22), None, "never", "cold"),
+    ],
+)
+def test_what_vllm_had_itself_is_not_told_as_given_by_the_store(
+    tmp_path: Path,
+    computed: int,
+    stored: int,
+    tokens: tuple[int, int, int],
+    last: int | None,
+    reason: str,
+    way: str,
+) -> None:
+    """``computed`` blocks were in vLLM's own prefix cache, ``stored`` in the store: the record keeps both apart, names
+    only a block that was loaded as the last, agrees with its first miss, and leaves out what was not measured.
+    """
+    log = tmp_path / "access.jsonl"
+    both = Ranks(config_of(a_0_1=full()), access_log=log)
+    for rank in range(2 if stored else 0):
+        both.put(rank, TOKEN_IDS, list(range(stored)))
+    request = a_request(TOKEN_IDS, **ENDED)
+    both.half.arrive(request)
+    found, _ = both.matched(request, computed * TOKENS)
+    assert found is not None
+    both.half.admit(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5, 6],)), found)
+    both.half.hear(KVConnectorOutput(finished_recving={"r"} if found else set()))
+    assert both.half._attached is not None
+    space = both.half._requests["r"].prefix.space_in(both.half._attached.spaces, both.bases[0])
+    names = TokenChain(space.id, TOKENS, TOKEN_IDS).names
+    both.half.leave(request)
+    both.half.close()
+    row = json.loads(log.read_text())
+    assert (row["engine_tokens"], row["hit_tokens"], row["miss_tokens"]) == tokens
+    assert row["last_hit"] == (None if last is None else names[last].key.hex())
+    assert (row["reason"], row["way"]) == (reason, way)
+    assert (row["first_miss"] or {"presence": REASON_END})["presence"] == reason
+    assert (row["queued_s"], row["compute_s"], row["published_blocks"]) == (None, None, None)
+    assert (row["load_s"] is None) == (found == 0)
+
+
+def test_a_block_that_another_rank_lacks_is_not_told_as_unused(tmp_path: Path) -> None:
+    """The first rank has it, so its look-up names no reason."""
+    log = tmp_path / "access.jsonl"
+    both = Ranks(config_of(a_0_1=full()), access_log=log)
+    for rank, blocks in enumerate([[0, 1, 2], [0, 1]]):
+        both.put(rank, TOKEN_IDS, blocks)
+    request = a_request(TOKEN_IDS, **ENDED)
+    both.half.arrive(request)
+    assert both.matched(request) == (2 * TOKENS, True)
+    both.half.admit(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5, 6],)), 2 * TOKENS)
+    both.half.leave(request)
+    both.half.close()
+    row = json.loads(log.read_text())
+    assert (row["first_miss"]["index"], row["first_miss"]["presence"]) == (2, "present")
+    assert REASON_RANK in explain(read_access(row), None, {}).sentence
