@@ -74,7 +74,8 @@ def test_a_dry_run_ends_as_the_purge_would_where_a_hold_forbids_it(node: Node) -
 
 
 def test_a_hold_outside_of_a_purge_forbids_nothing(node: Node) -> None:
-    """Neither one in another space, nor one before the prefix that goes."""
+    """Neither one in another space, nor one before the prefix that goes, though something that goes is pinned."""
+    node.pin(node.shared, 2)
     node.pin(node.own, 0, "court", hold=True)
     node.pin(node.shared, 0, "court", hold=True)
     prefix = ("purge", "--prefix", node.shared.names[1].key.hex())
