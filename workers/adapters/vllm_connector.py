@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def _settings_of(extra_config: dict[str, Any]) -> Settings:
+    return Settings.from_options(extra_config, also=OPTIONS_OF_CONNECTORS)
+
+
 class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's interface; each half is done by one object."""
 
@@ -59,7 +63,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        settings = Settings.from_options(self._kv_transfer_config.kv_connector_extra_config, also=OPTIONS_OF_CONNECTORS)
+        settings = _settings_of(self._kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
         self._scheduling: Scheduling | None = None
         self._moving: Moving | None = None
@@ -80,7 +84,7 @@ class RepriseConnector(KVConnectorBase_V1, SupportsHMA):
         """No, since a layer by itself is not waited for. vLLM asks for CUDA graphs, before it loads a model: the first
         that it shows of the options, so that wrong ones are refused then. Raises OptionError.
         """
-        Settings.from_options(extra_config)
+        _settings_of(extra_config)
         return False
 
     # in the scheduler

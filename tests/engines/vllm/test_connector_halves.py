@@ -192,7 +192,8 @@ def space_of(layout: str = "A/1x2", **changes: Any) -> Space:
 
 def test_wrong_options_are_refused_before_a_model_is_loaded() -> None:
     """vLLM shows the options when it asks what CUDA graphs are possible with this connector."""
-    assert not RepriseConnector.requires_piecewise_for_cudagraph({"store": "unix:/s"})
+    for options in ({}, {"access_log": "vllm-access.jsonl"}, {"keep_windows": True}):
+        assert not RepriseConnector.requires_piecewise_for_cudagraph({"store": "unix:/s", **options})
     with pytest.raises(OptionError, match="unknown option stroe"):
         RepriseConnector.requires_piecewise_for_cudagraph({"stroe": "unix:/s"})
 
