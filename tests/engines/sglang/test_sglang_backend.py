@@ -35,13 +35,6 @@ MLA_LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 
 
 @pytest.fixture
-def pool() -> Any:
-    made = host(mha())
-    fill(made, 1)
-    return made
-
-
-@pytest.fixture
 def made(store: StoreProcess, pool: Any) -> Iterator[Any]:
     made = backend(store.address, pool)
     yield made

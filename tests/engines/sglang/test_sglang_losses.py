@@ -22,13 +22,6 @@ BUFFERS = 2
 
 
 @pytest.fixture
-def pool() -> Any:
-    made = host(mha())
-    fill(made, 1)
-    return made
-
-
-@pytest.fixture
 def made(store: StoreProcess, pool: Any) -> Iterator[Any]:
     made = backend(store.address, pool, {"lookup_deadline_s": 0.5, "load_deadline_s": 0.5})
     yield made
