@@ -3,6 +3,7 @@ two nodes, with the token of a worker and of a tenant."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -168,15 +169,22 @@ def test_a_buffer_belongs_to_the_caller_again(store: Any, space: SpaceId) -> Non
 
 
 def test_a_view_overwritten_during_put_is_never_stored_altered(store: Any, space: SpaceId) -> None:
-    """While the caller scribbles over a view, what is acknowledged is what was submitted; else it is ALTERED."""
+    """While the caller scribbles over a view, what is acknowledged is what was submitted; else it is ALTERED.
+
+    The scribbler never brings back what was there before: a view that did so while it was written would pass for
+    unchanged, and its block be found corrupt by the first get.
+    """
     chain = a_chain(space, 30)
     stop = threading.Event()
     memory = [bytearray(os.urandom(100_000)) for _ in chain.names]
+    scribbled = slice(50_000, 50_008)
 
     def scribble() -> None:
+        counts = itertools.count(1)
         while not stop.is_set():
+            count = next(counts).to_bytes(8, "little")
             for data in memory:
-                data[50_000] = (data[50_000] + 1) % 256
+                data[scribbled] = count
 
     thread = threading.Thread(target=scribble)
     thread.start()
@@ -191,7 +199,7 @@ def test_a_view_overwritten_during_put_is_never_stored_altered(store: Any, space
     for outcome, status, data, buffer in zip(outcomes, statuses, memory, buffers, strict=True):
         assert status == (GetStatus.OK if outcome == PutOutcome.STORED else GetStatus.MISS)
         if status == GetStatus.OK:
-            buffer[50_000] = data[50_000] = 0
+            buffer[scribbled] = data[scribbled] = bytes(8)
             assert buffer == data
 
 
