@@ -24,6 +24,8 @@ Words = npt.NDArray[np.uint64]
 WORD_MAX = 2**64 - 1
 _FEW = 8
 """Chains that are walked one by one: a step for many costs as much as some tens of steps for one."""
+_RUN_MIN = 32
+"""Rows: to find the first of a run and to compare the rest costs as much as following the chains of so many."""
 _BUCKETS_FIRST = 1024
 _ROWS_FIRST = 1024
 _WORD_BITS = np.uint64(29)
@@ -38,7 +40,7 @@ _MARKS = np.uint32(1) << np.arange(_LINK_BITS, _LINK_BITS + 4, dtype=np.uint32)
 
 
 class FingerprintTable:
-    """Belongs to one lock. ``fingerprints`` is a column by slot; an unused slot's is meaningless.
+    """Belongs to one lock. ``fingerprints`` is a column by slot; 0 for an unused slot (and for a row that has it).
 
     ``rows_expected``: for how many rows to reserve (virtual) memory; more are taken all the same, up to ROWS_MAX.
     """
@@ -72,7 +74,37 @@ class FingerprintTable:
         return 12 * self.fresh + 4 * (self._level + self._split) + self._free.nbytes
 
     def find(self, fingerprints: Words) -> Slots:
-        """The slot of each fingerprint, or -1."""
+        """The slot of each fingerprint, or -1. The first are found in runs, as far as they lie in such."""
+        runs = self._runs(fingerprints)
+        if not runs:
+            return self._find_by_chains(fingerprints)
+        rest = fingerprints[sum(map(len, runs)) :]
+        if len(rest):
+            runs.append(self._find_by_chains(rest))
+        return np.concatenate(runs) if len(runs) > 1 else runs[0]
+
+    def _runs(self, fingerprints: Words) -> list[Slots]:
+        """Slots of the first of these, of as many as lie in runs of slots that follow each other, in this order: blocks
+        of a prompt do that were stored together. They cost a twentieth of what following their chains does.
+        """
+        runs: list[Slots] = []
+        begin = 0
+        while (count := len(fingerprints) - begin) >= _RUN_MIN:
+            first = self.find_one(fingerprints.item(begin))
+            here = self.fingerprints[first : first + count] if first >= 0 else fingerprints[:0]
+            if len(here) < 2 or here.item(1) != fingerprints.item(begin + 1):
+                break
+            wrong = here != fingerprints[begin : begin + len(here)]
+            wrong |= here == 0
+            length = int(wrong.argmax()) if wrong.any() else len(here)
+            if length < _RUN_MIN:
+                break
+            runs.append(np.arange(first, first + length))
+            begin += length
+        return runs
+
+    def _find_by_chains(self, fingerprints: Words) -> Slots:
+        """``find``, wherever they lie."""
         buckets, marks = self._places(fingerprints)
         heads = self._heads.take(buckets)
         marks &= heads
@@ -146,6 +178,7 @@ class FingerprintTable:
         buckets = np.unique(self._places(self.fingerprints[slots])[0])
         chained = self._take_chains(buckets)
         self._link(chained[~np.isin(chained, slots)])
+        self.fingerprints[slots] = 0
         needed = self._freed + len(slots)
         if needed > len(self._free):
             self._free = grown(self._free, max(needed, 2 * len(self._free)))

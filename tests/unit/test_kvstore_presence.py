@@ -281,6 +281,37 @@ def test_one_key_is_found_where_many_are() -> None:
             assert row.fingerprint == fingerprint_of(asked[at])
 
 
+def test_what_was_stored_together_is_found_as_anything_is() -> None:
+    """Keys asked in the order in which they were stored, or nearly: each is found where it is by itself, and none that
+    was removed, nor one that looks like a row that is not in use.
+    """
+    draw = random.Random(3)
+    table = FingerprintTable(4096)
+    stored: list[int] = []
+    for _ in range(8):
+        fresh = [draw.getrandbits(64) for _ in range(500)]
+        table.insert(np.array(fresh, np.uint64))
+        stored += fresh
+        begin = draw.randrange(len(stored) - 100)
+        gone = set(stored[begin : begin + draw.choice((1, 40, 90))])
+        kept = set(stored)
+        asks = [stored, fresh, stored[begin + 60 :], stored[:-40] + fresh[:30] + [0] * 64, stored[::-1]]
+        absent = draw.getrandbits(64)
+        asks += [[*stored[:at], absent, 0, *stored[at:]] for at in (0, 1, 40, 300)]
+        for removed in (False, True):
+            if removed:
+                table.remove(table.find(np.array(sorted(gone), np.uint64)))
+                kept -= gone
+            for ask in asks:
+                slots = table.find(np.array(ask, np.uint64)).tolist()
+                assert slots == [table.find_one(each) for each in ask]
+                assert [slot >= 0 for slot in slots] == [each in kept for each in ask]
+        lies = table.find_one(stored[begin - 1]) if begin else -1
+        behind = [stored[begin - 1], *[0] * 64] if lies >= 0 else [0] * 64
+        assert table.find(np.array(behind, np.uint64)).tolist()[1:] == [-1] * 64
+        stored = [each for each in stored if each not in gone]
+
+
 def test_a_block_takes_at_most_forty_bytes() -> None:
     """All tables included, while the map grows; rows that only one class touched."""
     presence = PresenceMap(Terms.of(TEST_RULES), 0)
