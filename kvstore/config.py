@@ -77,7 +77,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("say where blocks lie: --data DIR")
-        if len({path.absolute() for path in self.data}) != len(self.data):
+        if len({path.resolve() for path in self.data}) != len(self.data):
             raise ValueError("a data directory is named twice")
         if self.capacity_bytes < limits.CAPACITY_BYTES_MIN * len(self.data):
             raise ValueError(f"capacity {format_bytes_short(self.capacity_bytes)} is less than 8 MiB a data directory")
@@ -105,7 +105,7 @@ class StoreConfig:
 
     @property
     def unix_path(self) -> Path:
-        return self.unix if self.unix is not None else self.data[0].absolute() / "store.sock"
+        return (self.unix if self.unix is not None else self.data[0] / "store.sock").absolute()
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:

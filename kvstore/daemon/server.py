@@ -281,8 +281,10 @@ def _listen_unix(path: Path) -> socket.socket:
             probe.settimeout(1.0)
             try:
                 probe.connect(str(path))
-            except OSError:
+            except (ConnectionRefusedError, FileNotFoundError):
                 path.unlink(missing_ok=True)
+            except OSError as error:  # who is too busy to answer listens all the same
+                raise VolumeInUse(f"another process may listen on {path}: {error}") from error
             else:
                 raise VolumeInUse(f"another process listens on {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -291,9 +293,9 @@ def _listen_unix(path: Path) -> socket.socket:
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"cannot listen on {path}: {error.strerror}") from error
     return listener
 
 

@@ -60,7 +60,10 @@ class Volume:
                 path.mkdir(parents=True, exist_ok=True)
             elif not (path / FORMAT_NAME).exists():
                 raise VolumeFormat(f"{path} is not a store directory: it has no {FORMAT_NAME} file")
+            _identify(path)  # before the lock makes its file there, and again under it
             lock_fd = _lock(path)
+        except FileExistsError as error:
+            raise VolumeError(f"data directory {path} cannot be used: it is no directory") from error
         except OSError as error:
             raise VolumeError(f"data directory {path} cannot be used: {error.strerror}") from error
         try:

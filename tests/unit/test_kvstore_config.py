@@ -18,6 +18,17 @@ def test_defaults_listen_on_this_machine_only() -> None:
     assert config.unix_path == Path("/srv/a/store.sock")
 
 
+def test_a_socket_is_told_by_a_path_that_holds_anywhere() -> None:
+    assert load_config(None, {**GIVEN, "unix": "a.sock"}).unix_path == Path.cwd() / "a.sock"
+    assert load_config(None, {**GIVEN, "data": "a"}).unix_path == Path.cwd() / "a" / "store.sock"
+
+
+def test_a_directory_with_two_names_is_one(tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to(tmp_path / "data")
+    with pytest.raises(ValueError, match="twice"):
+        load_config(None, {**GIVEN, "data": [str(tmp_path / "data"), str(tmp_path / "other")]})
+
+
 def test_options_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "store.toml"
     path.write_text('data = ["/srv/a", "/srv/b"]\ncapacity = "2GiB"\nlisten = "[::1]:9"\nstate_ttl = "5m"\n')
@@ -41,6 +52,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         ("connections_max = 0", "connections_max"),
         ("connections_max = true", "whole number"),
         ('data = ["/srv/a", "/srv/a"]', "twice"),
+        ('data = ["/srv/a", "/srv/b/../a"]', "twice"),
         ("data = []", "--data"),
         ('sweep_every = "0s"', "sweep_every"),
         ('page_cache = "off"', "page_cache: 'off' is neither keep nor bypass"),
