@@ -21,6 +21,10 @@ from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
 
 SEND_BUFFER_BYTES = 1024 * 1024
 """Of Unix sockets: the default of 208 KiB halves their speed."""
+RECEIVE_BUFFER_BYTES = 1024 * 1024
+"""Of TCP on loopback, where the kernel would let one grow to 32 MiB: what waits in this one is still in the processor's
+cache when it is received. Puts of 64 x 1 MiB take 0.51 instead of 0.58 CPU seconds a GB.
+"""
 FILE_CHUNK_BYTES = 8 * 1024 * 1024
 AHEAD_BYTES = 16 * 1024
 """Room for the question after many blocks."""
@@ -88,13 +92,15 @@ def parse_address(text: str) -> Address:
 def tune(sock: socket.socket, *, loopback: bool) -> None:
     """Options of a connected or listening socket; those that a kernel lacks are left out.
 
-    TCP: no delay, and reno on loopback (a default of bbr paces it: 1.5-5 times slower). Unix: a send buffer of 1 MiB.
+    TCP: no delay; on loopback a receive buffer of 1 MiB, and reno (a default of bbr paces it: 1.5-5 times slower).
+    Unix: a send buffer of 1 MiB.
     """
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if loopback:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         with contextlib.suppress(OSError, AttributeError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 

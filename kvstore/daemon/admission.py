@@ -9,6 +9,7 @@ a copy.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,10 @@ HOLD_DECAY = 0.9
 """Weight of what was known before, at each loan that ends: about the last ten count."""
 IDLE_BUFFERS_MAX = 4
 """Buffers of each size kept for reuse; beyond them memory goes back to the system."""
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""Memory that begins with a page: the kernel copies into and out of it up to a third faster than where a bytearray has
+its bytes, at an odd multiple of 16.
+"""
 SMALL_SHARE = 8
 """A small buffer is this part of a large one: of one size only, 16 of them would hold a whole budget, of puts of a few
 bytes.
@@ -89,7 +94,7 @@ class Admission:
         self._arrivals = 0
         self._refused = 0
         self._hold_s: float | None = None
-        self._idle: dict[int, list[bytearray]] = {size: [] for size in self._sizes}
+        self._idle: dict[int, list[mmap.mmap]] = {size: [] for size in self._sizes}
         self._freed = threading.Condition()
 
     @property
@@ -128,7 +133,7 @@ class Admission:
                 with self._freed:
                     memory = idle.pop() if idle else None
             if memory is None:
-                memory = bytearray(size)
+                memory = mmap.mmap(-1, size, PRIVATE)
             yield memoryview(memory)[:count]
         finally:
             with self._freed:

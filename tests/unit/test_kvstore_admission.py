@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +38,16 @@ def test_the_budget_is_never_exceeded_and_all_of_it_comes_back() -> None:
         thread.join(30)
     assert max(worst) <= 1000
     assert admission.lent_bytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 5_000, 200_000, 300_000])
+def test_buffers_begin_with_a_page(size: int) -> None:
+    """Small, large and larger than any that is kept: where the kernel copies fastest."""
+    admission = Admission(budget_bytes=1_000_000, buffer_bytes=250_000)
+    with admission.buffer(size, 0.0) as view:
+        begin = ctypes.c_char.from_buffer(view)
+        assert ctypes.addressof(begin) % mmap.PAGESIZE == 0
+        del begin
 
 
 def test_what_does_not_fit_is_refused_with_a_time_to_retry() -> None:

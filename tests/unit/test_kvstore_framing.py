@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import wire
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
-from kvstore.framing import Address, Channel, connect, expect_reply, parse_address
+from kvstore.framing import RECEIVE_BUFFER_BYTES, Address, Channel, connect, expect_reply, parse_address, tune
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -233,3 +233,16 @@ def test_connecting_fails_by_name_or_by_deadline() -> None:
             fill_backlog(address, held)
         for channel in held:
             channel.close()
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_what_waits_in_a_socket_is_bounded_on_loopback_only(loopback: bool) -> None:
+    """Elsewhere the kernel fits the buffer to the path, which may be long."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        tune(sock, loopback=loopback)
+        after = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    if loopback:
+        assert before < after <= 2 * RECEIVE_BUFFER_BYTES
+    else:
+        assert after == before
