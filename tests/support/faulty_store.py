@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.store import GetStatus, PutOutcome
+from tests.support.waiting import WAIT_S
 
 
 class FaultyStore:
@@ -63,7 +64,7 @@ class FaultyStore:
 
     def put(self, space_id: Any, blocks: Sequence[Any], **options: Any) -> list[PutOutcome]:
         self._enter("put", options.get("deadline_s", 5.0))
-        self.gate.wait(10.0)
+        self.gate.wait(WAIT_S)
         outcomes = []
         for block in blocks:
             self._puts += 1
@@ -75,7 +76,7 @@ class FaultyStore:
 
     def put_state(self, *args: Any, **options: Any) -> bool:
         self._enter("put_state", options.get("deadline_s", 5.0))
-        self.gate.wait(10.0)
+        self.gate.wait(WAIT_S)
         return bool(self.inner.put_state(*args, **options))
 
     def touch(self, *args: Any, **options: Any) -> int:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WAIT_S = 20.0
+WAIT_S = 120.0
+"""What comes to pass at all has come by then, however busy the machine; nobody sleeps that long."""
 
 
 def wait(call: Callable[[], Any], what: str = "an answer") -> Any:

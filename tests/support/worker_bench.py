@@ -1,16 +1,18 @@
 """An engine with its parts, for tests: a tiny checkpoint or the fake model, a store of the test's choice, no server.
 
-Owns the composition and the collecting of events. Everything runs on the test's own thread but fetches and puts.
+Owns the composition and the collecting of events. Everything runs on the test's own thread but fetches and puts; with
+``fetch_inline`` fetches do too, so that each takes exactly a step, however busy the machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.keys import Space
+from tests.support.waiting import WAIT_S
 from workers.decode import decode_sequence
 from workers.engine import Engine, EngineSettings, Parts
 from workers.fetch import Fetcher, FetchSettings
@@ -69,6 +71,15 @@ class Answer:
         return bool(self.of(Finished) or self.of(HandedOff)) and not self.of(WorkerFailure)
 
 
+class Inline(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*given, **named))
+        return done
+
+
 class Bench:
     """One worker without its server. ``close`` ends its threads."""
 
@@ -86,10 +97,11 @@ class Bench:
         replay_windows: int | None = 1,
         space: Space | None = None,
         queue_bytes_max: int = 64 << 20,
-        lookup_deadline_s: float = 2.0,
-        load_deadline_s: float = 5.0,
+        lookup_deadline_s: float = WAIT_S,
+        load_deadline_s: float = WAIT_S,
         requests_max: int = 64,
-        settle_deadline_s: float = 5.0,
+        settle_deadline_s: float = WAIT_S,
+        fetch_inline: bool = False,
         dtype: str = "float32",
         epoch: int = 0,
     ) -> None:
@@ -103,7 +115,7 @@ class Bench:
         self.slots = Slots(pages, block_tokens)
         self.publisher = Publisher(store, self.spaces, queue_bytes_max=queue_bytes_max)
         self.publisher.start()
-        self._pools = (ThreadPoolExecutor(2, "fetch"), ThreadPoolExecutor(2, "state"))
+        self._pools = (Inline() if fetch_inline else ThreadPoolExecutor(2, "fetch"), ThreadPoolExecutor(2, "state"))
         reach = Reach(block_tokens, geometry.window, geometry.sliding_layers, replay_windows)
         self.fetcher = Fetcher(
             store,
@@ -147,7 +159,7 @@ class Bench:
         self._count = 0
 
     def close(self) -> None:
-        self.publisher.close(5.0)
+        self.publisher.close(WAIT_S)
         for pool in self._pools:
             pool.shutdown(wait=True)
 
@@ -201,7 +213,7 @@ class Bench:
         rest = self.decode([*prompt, first], len(prompt), max_tokens - 1, **options)
         return [first, *rest.tokens]
 
-    def settle(self, timeout_s: float = 60.0) -> None:
+    def settle(self, timeout_s: float = WAIT_S) -> None:
         """Run until nothing is left, then check that nothing is held."""
         self.engine.run_until_idle(timeout_s)
         self.engine.check_integrity()

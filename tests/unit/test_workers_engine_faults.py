@@ -12,6 +12,7 @@ from kvstore import keys
 from kvstore.testing import MemoryStore
 from tests.support.fake_model import FakeModel, fake_choose, fake_memory
 from tests.support.faulty_store import FaultyStore, forget_states
+from tests.support.waiting import WAIT_S
 from tests.support.worker_bench import Bench
 
 HYBRID = FakeModel("ssgsg", window=8)
@@ -36,7 +37,7 @@ def test_slots_used_again_while_their_blocks_wait_for_the_store(store: MemorySto
         for begin in range(0, 750, 150):
             worker.prefill(TOKENS[begin : begin + 144])
         faulty.gate.set()
-        assert worker.publisher.close(10.0)
+        assert worker.publisher.close(WAIT_S)
     with bench(store, pages=10, fidelity="exact") as reader:
         for begin in range(0, 750, 150):
             again = reader.prefill(TOKENS[begin : begin + 145])
@@ -47,7 +48,7 @@ def test_slots_used_again_while_their_blocks_wait_for_the_store(store: MemorySto
 def test_a_prompt_that_gave_way_does_not_hit_what_it_computed_itself(store: MemoryStore) -> None:
     """Preempted in the middle of its prefill, it finds its own blocks when it comes back: they are no reuse."""
     prompt, other = TOKENS[:400], TOKENS[600:646]
-    with bench(store, pages=29, chunk_tokens=24, fidelity="exact") as worker:
+    with bench(store, pages=29, chunk_tokens=24, fidelity="exact", fetch_inline=True) as worker:
         first = HYBRID.expected(other, 1)[0]
         decode = worker.start_decode([*other, first], 46, 60)[1]
         while not decode.tokens:

@@ -14,6 +14,7 @@ from kvstore.testing import MemoryStore
 from kvstore.traffic import CHAT
 from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import a_space
+from tests.support.waiting import WAIT_S
 from workers.publish import PAUSE_S, TELL_EVERY_S, Publisher, Ticket
 from workers.spaces import Spaces, TenantSpace
 
@@ -50,10 +51,10 @@ def test_everything_offered_is_acknowledged_once() -> None:
     assert all(rig.offer(ticket, index) for index in range(10))
     assert rig.publisher.offer_state(ticket, rig.chain.state_name(7), b"state", 0)
     assert rig.publisher.offer_touch(ticket, rig.chain.names[:3])
-    assert rig.publisher.flush(ticket, 5.0)
+    assert rig.publisher.flush(ticket, WAIT_S)
     assert (ticket.blocks_acknowledged, ticket.failed, ticket.pending) == (10, 0, 0)
     assert rig.memory.stats()["blocks"] == 10
-    assert rig.publisher.close(5.0)
+    assert rig.publisher.close(WAIT_S)
     assert rig.publisher.queue_bytes == 0
 
 
@@ -68,12 +69,12 @@ def test_queue_is_bounded_by_bytes_and_sheds_beyond() -> None:
     assert rig.publisher.counts.shed == taken.count(False)
     assert not rig.publisher.flush(ticket, 0.05)
     rig.store.gate.set()
-    assert not rig.publisher.flush(ticket, 5.0)  # all settled, but not all published
+    assert not rig.publisher.flush(ticket, WAIT_S)  # all settled, but not all published
     assert ticket.settled
     again = rig.ticket()
     assert rig.offer(again, 15)
-    assert rig.publisher.flush(again, 5.0)
-    rig.publisher.close(5.0)
+    assert rig.publisher.flush(again, WAIT_S)
+    rig.publisher.close(WAIT_S)
 
 
 def test_callback_comes_once_when_settled() -> None:
@@ -92,8 +93,8 @@ def test_callback_comes_once_when_settled() -> None:
     rig.publisher.abandon(other)
     assert not late.is_set()
     rig.store.gate.set()
-    assert late.wait(5.0)
-    rig.publisher.close(5.0)
+    assert late.wait(WAIT_S)
+    rig.publisher.close(WAIT_S)
     assert not abandoned.is_set()
     assert rig.memory.stats()["blocks"] == 2  # what is computed is still stored
 
@@ -107,14 +108,14 @@ def test_dead_store_fails_what_is_queued_at_once_and_is_tried_again_later() -> N
         rig.offer(ticket, index)
         rig.publisher.offer_state(ticket, rig.chain.state_name(index + 1), b"state", 0)
     rig.publisher.start()
-    assert not any(rig.publisher.flush(ticket, 5.0) for ticket in tickets)
+    assert not any(rig.publisher.flush(ticket, WAIT_S) for ticket in tickets)
     assert all(ticket.settled for ticket in tickets)
     assert rig.store.calls == ["register_space"]
     rig.store.down, rig.now_s = False, PAUSE_S + 1
     ticket = rig.ticket()
     rig.offer(ticket, 0)
-    assert rig.publisher.flush(ticket, 5.0)
-    rig.publisher.close(5.0)
+    assert rig.publisher.flush(ticket, WAIT_S)
+    rig.publisher.close(WAIT_S)
 
 
 def test_a_refused_token_is_told_and_does_not_hold_up_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,10 +136,10 @@ def test_a_refused_token_is_told_and_does_not_hold_up_others(caplog: pytest.LogC
         refused, stored = rig.publisher.ticket(other, CHAT), rig.ticket()
         for ticket in (refused, stored):
             rig.offer(ticket, 0)
-        assert not rig.publisher.flush(refused, 5.0)
-        assert rig.publisher.flush(stored, 5.0)
+        assert not rig.publisher.flush(refused, WAIT_S)
+        assert rig.publisher.flush(stored, WAIT_S)
         assert [record.message.split(":")[0] for record in caplog.records] == ["store_refuses_puts"] * told
-    rig.publisher.close(5.0)
+    rig.publisher.close(WAIT_S)
 
 
 def test_wiped_store_learns_the_space_again() -> None:
@@ -146,17 +147,17 @@ def test_wiped_store_learns_the_space_again() -> None:
     rig = Rig()
     first = rig.ticket()
     rig.offer(first, 0)
-    assert rig.publisher.flush(first, 5.0)
+    assert rig.publisher.flush(first, WAIT_S)
     rig.memory._spaces.clear()
     with pytest.raises(SpaceUnknown):
         rig.memory.put(rig.tenant.id, [], traffic_class=CHAT)
     second = rig.ticket()
     rig.offer(second, 1)
-    assert not rig.publisher.flush(second, 5.0)
+    assert not rig.publisher.flush(second, WAIT_S)
     third = rig.ticket()
     rig.offer(third, 2)
-    assert rig.publisher.flush(third, 5.0)
-    rig.publisher.close(5.0)
+    assert rig.publisher.flush(third, WAIT_S)
+    rig.publisher.close(WAIT_S)
 
 
 def test_states_come_after_their_blocks() -> None:
@@ -167,9 +168,9 @@ def test_states_come_after_their_blocks() -> None:
         rig.offer(ticket, index)
     rig.publisher.offer_state(ticket, rig.chain.state_name(5), b"state", 0)
     rig.publisher.start()
-    assert rig.publisher.flush(ticket, 5.0)
+    assert rig.publisher.flush(ticket, WAIT_S)
     assert rig.store.calls == ["register_space", "put", "put_state"]
-    rig.publisher.close(5.0)
+    rig.publisher.close(WAIT_S)
 
 
 def test_offers_after_close_are_shed() -> None:
@@ -177,7 +178,7 @@ def test_offers_after_close_are_shed() -> None:
     rig = Rig()
     ticket = rig.ticket()
     rig.offer(ticket, 0)
-    assert rig.publisher.close(5.0)
+    assert rig.publisher.close(WAIT_S)
     assert not rig.offer(ticket, 1)
     assert rig.memory.stats()["blocks"] == 1
 
@@ -195,7 +196,7 @@ def test_a_declined_block_is_neither_acknowledged_nor_a_failure_of_the_store() -
     name = rig.chain.names[0]
     publisher.start()
     assert publisher.offer_block(ticket, name, rig.chain.block_tokens, bytearray(100), 0)
-    assert not publisher.flush(ticket, 5.0)
+    assert not publisher.flush(ticket, WAIT_S)
     counts = publisher.counts
     assert (counts.blocks_declined, counts.blocks_failed, counts.errors) == (1, 0, 0)
-    assert publisher.close(5.0)
+    assert publisher.close(WAIT_S)
