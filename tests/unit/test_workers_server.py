@@ -18,6 +18,7 @@ import pytest
 from kvstore.keys import SpaceId, TokenChain
 from kvstore.testing import MemoryStore
 from tests.support.checkpoints import checkpoint
+from tests.support.waiting import WAIT_S, wait
 from workers import runtime
 from workers import server as module
 from workers.client import WorkerClient
@@ -47,7 +48,7 @@ class Running:
 
     def close(self) -> None:
         self.server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(WAIT_S)
         self.worker.close()
         assert not self._thread.is_alive()
 
@@ -97,7 +98,7 @@ async def answer(client: WorkerClient, count: int, request_id: str = "r1") -> tu
     return first, [token for event in rest if isinstance(event, Tokens) for token in event.tokens], finished
 
 
-async def until_idle(worker: Worker, timeout_s: float = 10.0) -> None:
+async def until_idle(worker: Worker, timeout_s: float = WAIT_S) -> None:
     ends_s = time.monotonic() + timeout_s
     while worker.in_flight or worker.load().kv_tokens:
         assert time.monotonic() < ends_s, worker.load()
@@ -245,25 +246,37 @@ def test_a_stream_that_outlasts_the_drain_ends_with_a_retryable_failure(
     """Whether events come or not: another worker may go on, and the log has no traceback."""
     running = start(drain_s=1.0)
     forward = running.worker._engine._parts.model.forward
+    begun, ended = asyncio.Event(), threading.Event()
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.05 if role == "decode" else 2.0)
+        if not begun.is_set():
+            loop.call_soon_threadsafe(begun.set)
+        ended.wait(0.05 if role == "decode" else WAIT_S)
         return forward(*arguments)
 
     monkeypatch.setattr(running.worker._engine._parts.model, "forward", slow)
 
+    async def stop_when_it_runs() -> None:
+        await begun.wait()
+        running.server.handle_exit(signal.SIGTERM, None)
+
     async def scenario() -> None:
-        async with WorkerClient.open(running.address) as client:
-            decode = client.decode(decode_of(PROMPT, len(PROMPT) - 1, 400))
+        async with WorkerClient.open(running.address) as client, asyncio.TaskGroup() as group:
+            decode = client.decode(decode_of(PROMPT, len(PROMPT) - 1, 3000))
             stream = decode if role == "decode" else client.prefill(prefill_of(PROMPT))
-            asyncio.get_running_loop().call_later(0.3, running.server.handle_exit, signal.SIGTERM, None)
+            group.create_task(stop_when_it_runs())
             with pytest.raises(Failed, match="another one may continue") as failed:
                 async for _ in stream:
                     pass
             assert (failed.value.code, failed.value.retryable) == ("draining", True)
 
-    asyncio.run(scenario())
-    running._thread.join(10)
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        try:
+            runner.run(scenario())
+        finally:
+            ended.set()
+    running._thread.join(WAIT_S)
     assert not running._thread.is_alive()
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
@@ -274,11 +287,11 @@ def test_a_client_that_cannot_be_told_costs_one_line_at_the_end_of_the_drain(
     """The end of the drain cuts off what cannot even be told: a body that does not come; no traceback either."""
     running = start(drain_s=1.0)
     host, _, port = running.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as idle:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as idle:
         idle.sendall(b"POST /v1/prefill HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
-        time.sleep(0.3)
+        wait(lambda: running.server.server_state.tasks, "request")
         running.server.handle_exit(signal.SIGTERM, None)
-        running._thread.join(10)
+        running._thread.join(WAIT_S)
     assert not running._thread.is_alive()
     assert "request_cut_off" in caplog.messages
     assert not [record for record in caplog.records if record.exc_info]
@@ -348,8 +361,8 @@ def test_worker_that_breaks_ends_so_that_another_process_can_take_its_place(
                 with contextlib.suppress(Failed, Unavailable, Rejected):
                     [event async for event in client.prefill(prefill_of(PROMPT))]
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-    running._thread.join(10)
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
+    running._thread.join(WAIT_S)
     assert not running._thread.is_alive()
     assert running.worker.broken
 
@@ -380,12 +393,10 @@ def test_client_that_left_before_its_answer_began_is_cancelled_too(tmp_path: Pat
         await module.create_app(worker)(scope, receive, send)
 
     try:
-        asyncio.run(asyncio.wait_for(scenario(), 20))
+        asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
         assert worker.in_flight == 1  # nothing runs yet: the engine's thread was not started
         worker.start()
-        ends_s = time.monotonic() + 10
-        while worker.in_flight and time.monotonic() < ends_s:
-            time.sleep(0.02)
+        wait(lambda: not worker.in_flight, "end of the request")
         assert (worker._engine.counts.cancelled, worker.in_flight) == (1, 0)
     finally:
         worker.close()
