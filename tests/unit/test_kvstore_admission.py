@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 
 from kvstore.daemon.admission import RETRY_AFTER_S, Admission, Party
 from kvstore.errors import Overloaded
+from tests.support.waiting import WAIT_S, wait
 
 
 def test_the_budget_is_never_exceeded_and_all_of_it_comes_back() -> None:
@@ -35,7 +34,7 @@ def test_the_budget_is_never_exceeded_and_all_of_it_comes_back() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     assert max(worst) <= 1000
     assert admission.lent_bytes == 0
 
@@ -83,15 +82,15 @@ def test_a_waiting_borrower_gets_what_comes_back() -> None:
     got = threading.Event()
 
     def wait() -> None:
-        with admission.buffer(100, 20.0):
+        with admission.buffer(100, WAIT_S):
             got.set()
 
     with admission.hold(100, 0.0):
         thread = threading.Thread(target=wait)
         thread.start()
         assert not got.wait(0.1)
-    assert got.wait(20)
-    thread.join()
+    assert got.wait(WAIT_S)
+    thread.join(WAIT_S)
 
 
 class Queue:
@@ -105,30 +104,23 @@ class Queue:
 
     def join(self, name: str, count: int, party: Party, *, read: bool = False) -> None:
         def borrow() -> None:
-            with self._admission.hold(count, 20.0, party, read=read):
+            with self._admission.hold(count, WAIT_S, party, read=read):
                 self.order.append(name)
-                assert self._release.wait(20)
+                assert self._release.wait(WAIT_S)
 
         before = self._admission.waiting
         self._threads.append(threading.Thread(target=borrow))
         self._threads[-1].start()
-        _until(lambda: self._admission.waiting == before + 1)
+        wait(lambda: self._admission.waiting == before + 1)
 
     def served(self, count: int) -> list[str]:
-        _until(lambda: len(self.order) >= count)
+        wait(lambda: len(self.order) >= count)
         return sorted(self.order)
 
     def end(self) -> None:
         self._release.set()
         for thread in self._threads:
-            thread.join(30)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
+            thread.join(WAIT_S)
 
 
 def test_a_tenant_does_not_take_more_than_its_share_while_another_waits() -> None:

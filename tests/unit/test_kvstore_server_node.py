@@ -7,7 +7,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -24,6 +23,7 @@ from kvstore.traffic import AGENT
 from ops.bench.echo import receive_into
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
+from tests.support.waiting import WAIT_S, wait
 
 HELLO = wire.encode_frame(wire.Opcode.HELLO, 1, wire.encode_hello(wire.Hello(wire.VERSION, KEY_ALGORITHM, b"", "")))
 
@@ -36,16 +36,9 @@ def open_large(folder: Path, clock: ManualClock, capacity_bytes: int) -> Node:
 
 def connect(server: Server) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(10)
+    sock.settimeout(WAIT_S)
     sock.connect(server.addresses[1].removeprefix("unix:"))
     return sock
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_gets_that_are_cut_off_hold_nothing(folder: Path) -> None:
@@ -66,7 +59,7 @@ def test_gets_that_are_cut_off_hold_nothing(folder: Path) -> None:
                     wanted -= len(part)
         with connect(server) as deaf:
             deaf.sendall(frame)
-            wait_for(lambda: server.connections == 0)
+            wait(lambda: server.connections == 0)
         assert node.stats()["leases"] == 0
         for seed in range(1, 10):
             puts = [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in a_chain(space, 16, seed=seed).names]
@@ -97,7 +90,7 @@ def test_a_peer_that_never_reads_holds_its_blocks_no_longer_than_a_stall(folder:
     node = open_large(folder, ManualClock(), 64 * limits.MIB)
     with served(node, folder, frame_s=600, stall_s=0.1) as server, connect(server) as deaf:
         deaf.sendall(ask_for_32_mib(node, deadline_ms=600_000))
-        wait_for(lambda: server.connections == 0)
+        wait(lambda: server.connections == 0)
         assert node.stats()["leases"] == 0
     node.close()
 
@@ -105,11 +98,11 @@ def test_a_peer_that_never_reads_holds_its_blocks_no_longer_than_a_stall(folder:
 def test_a_peer_that_reads_slowly_but_steadily_is_served(folder: Path) -> None:
     """All of it takes longer than a stall, no part of it does."""
     node = open_large(folder, ManualClock(), 64 * limits.MIB)
-    with served(node, folder, stall_s=1.5) as server, connect(server) as slow:
-        slow.sendall(ask_for_32_mib(node, deadline_ms=60_000))
-        part = memoryview(bytearray(8 * limits.MIB))
-        for _ in range(4):
-            time.sleep(0.6)
+    with served(node, folder, stall_s=4.0) as server, connect(server) as slow:
+        slow.sendall(ask_for_32_mib(node, deadline_ms=600_000))
+        part = memoryview(bytearray(2 * limits.MIB))
+        for _ in range(16):
+            time.sleep(0.3)
             receive_into(slow, part)
     node.close()
 
@@ -119,9 +112,10 @@ def test_an_answer_ends_between_blocks_once_its_deadline_is_long_past(folder: Pa
     node = open_large(folder, ManualClock(), 64 * limits.MIB)
     with served(node, folder) as server, connect(server) as late:
         late.sendall(ask_for_32_mib(node, deadline_ms=50))
+        wait(lambda: node.stats()["leases"] > 0, "beginning of the answer")
         time.sleep(0.6)
         assert read_to_end(late) < 32 * limits.MIB
-        wait_for(lambda: node.stats()["leases"] == 0)
+        wait(lambda: node.stats()["leases"] == 0)
     node.close()
 
 
@@ -139,7 +133,7 @@ def test_a_put_that_is_cut_off_takes_no_room_and_blocks_no_key(folder: Path) -> 
         for cut in (len(HELLO) + 10, len(whole) - 400_001, len(whole) - 399_000, len(whole) - 250_000, len(whole) - 1):
             with connect(server) as sock:
                 sock.sendall(whole[:cut])
-        wait_for(lambda: server.connections == 0)
+        wait(lambda: server.connections == 0)
         assert node.accounting() == before
         assert admission.lent_bytes == 0
         with client_of(server.addresses[1]) as client:
@@ -166,8 +160,8 @@ def test_a_put_that_is_cut_off_in_its_second_part_keeps_the_first(folder: Path) 
             frames.append(wire.encode_frame(wire.Opcode.PUT, number, body, payload_bytes=200_000))
         with connect(server) as sock:
             sock.sendall(HELLO + frames[0] + payloads[0] + payloads[1] + frames[1] + payloads[2] + payloads[3][:-1])
-            wait_for(lambda: node.stats()["puts"] == 2)
-        wait_for(lambda: server.connections == 0)
+            wait(lambda: node.stats()["puts"] == 2)
+        wait(lambda: server.connections == 0)
         assert admission.lent_bytes == 0
         assert node.lookup(space, names).prefix_blocks() == 2
         with client_of(server.addresses[1]) as client:
@@ -213,7 +207,7 @@ def test_a_segment_recycled_before_its_bytes_are_read_is_a_miss(folder: Path) ->
 
         class Late(receive.Scatter):
             def take(self, channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId) -> None:
-                wait_for(lambda: node.stats()["leases"] == 0)
+                wait(lambda: node.stats()["leases"] == 0)
                 for seed in range(1, 12):
                     blocks = a_chain(space, 16, seed=seed).names
                     later = [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in blocks]
@@ -221,7 +215,7 @@ def test_a_segment_recycled_before_its_bytes_are_read_is_a_miss(folder: Path) ->
                 super().take(channel, header, body, space_id)
 
         scatter = Late(names[:3], [memoryview(bytearray(200_000)) for _ in range(3)])
-        client._get_from(0, space, scatter, time.monotonic() + 30)
+        client._get_from(0, space, scatter, time.monotonic() + WAIT_S)
         assert set(node.lookup(space, names).presence.tolist()) == {Presence.EVICTED}
         for status, view, payload in zip(scatter.statuses, scatter.views, payloads, strict=False):
             assert status in (GetStatus.OK, GetStatus.MISS)
@@ -250,12 +244,12 @@ def test_sixty_four_clients_of_large_blocks_get_no_other_bytes(folder: Path) -> 
             for _ in range(8):
                 places = drawn.sample(range(96), 2)
                 puts = [BlockPut(names[place], BLOCK_TOKENS, payloads[place]) for place in places]
-                outcomes = client.put(space, puts, traffic_class=AGENT, deadline_s=60.0)
+                outcomes = client.put(space, puts, traffic_class=AGENT, deadline_s=WAIT_S)
                 if set(outcomes) - {PutOutcome.STORED, PutOutcome.TOUCHED, PutOutcome.REFUSED}:
                     wrong.append(f"{seed}: {outcomes}")
                 asked = [*places, *drawn.sample(range(96), 2)]
                 buffers = [bytearray(limits.MIB) for _ in asked]
-                statuses = client.get_into(space, [names[place] for place in asked], buffers, deadline_s=60.0)
+                statuses = client.get_into(space, [names[place] for place in asked], buffers, deadline_s=WAIT_S)
                 for place, status, buffer in zip(asked, statuses, buffers, strict=True):
                     if status not in (GetStatus.OK, GetStatus.MISS):
                         wrong.append(f"{seed}: {status}")
@@ -268,10 +262,10 @@ def test_sixty_four_clients_of_large_blocks_get_no_other_bytes(folder: Path) -> 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(2 * WAIT_S)
         assert wrong == []
         assert len(read) > 200
-        wait_for(lambda: node.stats()["leases"] == 0)
+        wait(lambda: node.stats()["leases"] == 0)
         assert node.stats()["segments_recycled"] > 10
         assert (node.stats()["quarantined"], client.stats()["client"]["corrupt"]) == (0, 0)
     node.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -239,8 +240,9 @@ def test_a_deadline_that_passes_in_the_queue_leaves_nothing(rig: Rig) -> None:
     for puts in (rig.first[:2] + rig.third[:2], rig.third[:1]):
         with pytest.raises(DeadlineExceeded):
             rig.put(puts, deadline_s=0.02)
-    second = rig.begin(lambda: rig.put(rig.second, deadline_s=0.2))
+    second = rig.begin(lambda: rig.put(rig.second, deadline_s=2.0))
     rig.in_line(2)
+    time.sleep(2.0)
     gate.open()
     assert first.result(WAIT_S) == second.result(WAIT_S) == [STORED] * 4
     assert rig.statuses(rig.third) == {GetStatus.MISS}

@@ -9,8 +9,7 @@ import pytest
 
 from kvstore.daemon.turns import UNDER_WAY_MAX, Turns
 from kvstore.errors import DeadlineExceeded
-
-WAIT_S = 10.0
+from tests.support.waiting import WAIT_S, wait
 
 
 class Noted:
@@ -62,21 +61,17 @@ def joined(*threads: threading.Thread) -> None:
 
 def waiting_alone(turns: Turns, count: int) -> None:
     """Wait until so many wait to be alone."""
-    for _ in range(1000):
-        if turns._waiting_alone == count:
-            return
-        threading.Event().wait(0.005)
-    raise AssertionError("nobody waits")
+    wait(lambda: turns._waiting_alone == count, "waiter")
 
 
 def line_of(turns: Turns, count: int) -> None:
     """Wait until so many are under way."""
-    for _ in range(1000):
+
+    def came() -> bool:
         with turns._changed:
-            if len(turns._line) == count:
-                return
-        threading.Event().wait(0.005)
-    raise AssertionError("nobody came")
+            return len(turns._line) == count
+
+    wait(came, "line of that length")
 
 
 def test_writes_and_ends_keep_the_order_of_begins() -> None:

@@ -23,6 +23,7 @@ from kvstore.traffic import AGENT
 from kvstore.wire import PackedNames
 from tests.support.nodes import payload_of, puts_of
 from tests.support.spaces import a_chain, a_space
+from tests.support.waiting import WAIT_S
 
 SIZE = 60_000
 VOLUMES = 3
@@ -95,7 +96,7 @@ def test_one_batch_is_written_and_read_on_all_volumes_at_once(tmp_path: Path) ->
     files = Volumes()
     node = _open(tmp_path, files)
     space, names = node.register_space(a_space()), _names(node)
-    files.meet = threading.Barrier(VOLUMES, timeout=20)
+    files.meet = threading.Barrier(VOLUMES, timeout=WAIT_S)
     assert node.put(space, puts_of(names, SIZE), traffic_class=AGENT) == [PutOutcome.STORED] * len(names)
     assert len(files.met) == VOLUMES
     files.met.clear()
@@ -162,7 +163,7 @@ def test_a_volume_that_stands_still_makes_only_its_own_puts_late(tmp_path: Path)
     space, names = node.register_space(a_space()), _names(node)
     stuck = next(shard for shard in node._shards if shard.volume.path.name == "volume-1")
     with stuck._turns.alone():
-        outcomes = node.put(space, puts_of(names, SIZE), traffic_class=AGENT, deadline_s=0.2)
+        outcomes = node.put(space, puts_of(names, SIZE), traffic_class=AGENT, deadline_s=2.0)
         assert outcomes == [
             PutOutcome.UNREACHABLE if _home(node, name) == "volume-1" else PutOutcome.STORED for name in names
         ]

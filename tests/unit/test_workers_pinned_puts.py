@@ -15,12 +15,12 @@ from kvstore.testing import MemoryStore
 from kvstore.traffic import AGENT, CHAT
 from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import BLOCK_TOKENS, a_space
+from tests.support.waiting import WAIT_S
 from workers.adapters import pinned_puts as module
 from workers.adapters.attachment import Attachment, Settings
 from workers.adapters.pinned_puts import PinnedPuts, PutJob, PutResult
 from workers.spaces import Spaces
 
-WAIT_S = 10.0
 BLOCK_BYTES = 500
 
 

@@ -18,11 +18,11 @@ from kvstore.testing import MemoryStore
 from kvstore.traffic import CHAT
 from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import BLOCK_TOKENS, a_space
+from tests.support.waiting import WAIT_S
 from workers.adapters.attachment import Attachment, Settings
 from workers.adapters.verdicts import RequestVerdicts, Verdicts, _batches, _Part
 from workers.spaces import TenantSpace
 
-WAIT_S = 10.0
 BLOCK_BYTES = 1000
 
 
