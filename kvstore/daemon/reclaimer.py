@@ -37,6 +37,7 @@ from kvstore.daemon.releases import PART_ROWS, PART_ROWS_WAITED, Releases
 from kvstore.daemon.scour import erase_all_but
 from kvstore.daemon.segment import FIRST_RECORD, FREE, Segment
 from kvstore.daemon.tallies import effects_of, merge_effects
+from kvstore.errors import VolumeError
 from kvstore.keys import BlockKey
 from kvstore.limits import MIB
 from kvstore.reclaim import REWRITE_AHEAD_S, Action, SegmentUsage, Step, choose_victim, expiry_day, sweep_action
@@ -173,15 +174,24 @@ class Reclaimer:
         return self._make_room(lambda: len(self._ledger.presence) + blocks <= self.blocks_max, now_s)
 
     def reduce_to_capacity(self, now_s: int) -> bool:
-        """After the capacity was lowered: recycle and remove files until the rest fits. False if all is protected."""
+        """After the capacity was lowered: recycle and remove files until the rest fits. False if all is protected.
+
+        A file that cannot be removed stays, and another goes. Raises VolumeError if more stay than go: no block shall
+        be given up for a directory that lets no file go.
+        """
         segments = self._ledger.segments
+        balance = 0
         while len(segments.segments) > segments.segments_max:
             try:
                 if segments.shrink():
+                    balance += 1
                     continue
             except OSError as error:
                 log.error("segment_not_removed problem=%r", error)
-                return False
+                balance -= 1
+                if balance < -1:
+                    raise VolumeError(f"segments cannot be removed for a lower capacity: {error}") from error
+                continue
             if not self._make_room(lambda: bool(segments.free), now_s):
                 return False
         return True

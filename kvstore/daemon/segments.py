@@ -246,12 +246,16 @@ class SegmentSet:
         segment.close()
 
     def shrink(self) -> bool:
-        """Remove one free file if there are more than the capacity allows; False if none is free. Raises OSError."""
+        """Remove one free file; False if none is free. Raises OSError, and sets a file aside that cannot be removed."""
         if not self.free:
             return False
         segment = self.segments[self.free[-1]]
-        segment.sync()  # a file that comes back after a power loss comes back empty
-        self._files.unlink(segment.path)
+        try:
+            segment.sync()  # a file that comes back after a power loss comes back empty
+            self._files.unlink(segment.path)
+        except OSError:
+            self._aside.add(self.free.pop())
+            raise
         self._files.sync_directory(self._directory)
         self.forget(segment)
         return True

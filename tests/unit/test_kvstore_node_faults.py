@@ -23,7 +23,7 @@ from kvstore.store import FLAG_APPROXIMATE, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, CHAT, ClassRules
 from tests.support.faults import FaultyFiles
-from tests.support.nodes import open_node, payload_of, puts_of, read
+from tests.support.nodes import disk_bytes, open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
 
 SIZE = 60_000
@@ -161,6 +161,51 @@ def test_a_disk_that_was_full_for_a_while_is_written_to_again_after_a_sweep(benc
     for seed in range(60, 80):
         assert set(bench.put(16, seed=seed)[1]) == {PutOutcome.STORED}
     assert bench.node.stats()["segments_failed"] == 0
+
+
+class Stubborn(FaultyFiles):
+    """The first files that shall go, so many of them, stay."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.stay: set[str] = set()
+        self._count = count
+
+    def unlink(self, path: Path) -> None:
+        if len(self.stay) < self._count:
+            self.stay.add(path.name)
+        if path.name in self.stay:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        super().unlink(path)
+
+
+def test_one_file_that_cannot_be_removed_keeps_no_lower_capacity_from_being_reached(bench: Bench) -> None:
+    """Another goes for it; it stays and counts, and puts go on."""
+    for seed in range(1, 14):
+        bench.put(16, seed)
+    bench.node.close()
+    files = Stubborn(1)
+    bench.node = open_node(bench.path, bench.clock, files=files, capacity_bytes=8 * MIB)
+    assert disk_bytes(bench.path) <= 8 * MIB
+    assert len(files.stay) == 1
+    stays = bench.volume / "segments" / files.stay.pop()
+    assert stays.exists()
+    assert bench.node.stats()["segments"] == bench.node.stats()["segments_max"]
+    for seed in range(20, 34):
+        assert bench.put(16, seed)[1] == [PutOutcome.STORED] * 16
+    assert disk_bytes(bench.path) <= 8 * MIB
+
+
+def test_a_directory_that_lets_no_file_go_costs_no_more_than_two(bench: Bench) -> None:
+    """The start is refused, by the file's name, before everything was given up in vain."""
+    chains = [bench.put(16, seed)[0] for seed in range(1, 14)]
+    bench.node.close()
+    segments = len(list((bench.volume / "segments").iterdir()))
+    with pytest.raises(VolumeError, match=r"cannot be removed for a lower capacity.*\.seg"):
+        open_node(bench.path, bench.clock, files=Stubborn(100), capacity_bytes=8 * MIB)
+    bench.node = open_node(bench.path, bench.clock, files=bench.files)
+    lost = sum(bench.presence(chain).count(Presence.EVICTED) for chain in chains)
+    assert lost <= 16 * 13 * 3 / segments
 
 
 def test_a_start_without_enough_file_descriptors_removes_nothing(bench: Bench) -> None:
