@@ -21,7 +21,7 @@ class FaultyStore:
 
     ``down``: every call raises Unavailable. ``delay_s``: every data call takes that long, and raises DeadlineExceeded
     if that is beyond its deadline. ``fail_get``: asked with the running number of each block's get; True fails it with
-    ``get_status`` and leaves the buffer alone. ``fail_state``: the same for states. ``fail_put``: the same for puts.
+    ``get_status`` and garbage in the buffer. ``fail_state``: the same for states. ``fail_put``: the same for puts.
     ``gate``: puts wait until it is set.
     """
 
@@ -53,6 +53,7 @@ class FaultyStore:
             self._gets += 1
             if self.fail_get(self._gets):
                 statuses.append(self.get_status)
+                buffer[:] = b"\x5a" * len(buffer)  # whatever came of it, nobody may use it
             else:
                 statuses += self.inner.get_into(space_id, [name], [buffer], deadline_s=deadline_s)
         return statuses

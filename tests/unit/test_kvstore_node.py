@@ -216,6 +216,8 @@ def test_ten_thousand_put_and_delete_cycles_keep_the_books(bench: Bench) -> None
     assert bench.node.stats()["purged"] == 10_000
     assert bench.node.accounting()[0]["live_bytes"] == 0
     assert balanced(bench.node)
+    files = [path.stat().st_size for path in (bench.volume / "segments").iterdir()]
+    assert bench.node.accounting()[0]["total_bytes"] == sum(files)
     assert disk_bytes(bench.path) <= CAPACITY_BYTES
     assert set(bench.node.put(bench.space, puts, traffic_class=AGENT)) == {PutOutcome.STORED}
 
@@ -262,6 +264,22 @@ def test_recency_is_ours_and_not_the_file_systems(bench: Bench) -> None:
         os.utime(path, (0, 0))
     bench.clock.advance(3 * DAY_S - 1)
     assert reasons(bench.reopen(), chain) == [Presence.PRESENT] * 3
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_was_used_last_is_evicted_last_whatever_the_files_say(bench: Bench, restart: bool) -> None:
+    """Blocks that came first and were used since outlive younger ones; the times of their files say the opposite."""
+    used, unused = (fill(bench.node, bench.space, 48, seed=seed) for seed in (1, 2))
+    bench.clock.advance(DAY_S)
+    assert bench.node.touch(bench.space, used.names, traffic_class=AGENT) == 48
+    hot = {info.segment for info in bench.node.scan()[0] if info.key in {name.key for name in used.names}}
+    for path in (bench.volume / "segments").iterdir():
+        os.utime(path, (0, 0) if int(path.stem) in hot else None)
+    node = bench.reopen() if restart else bench.node
+    seeds = iter(range(3, 40))
+    while reasons(node, unused).count(Presence.PRESENT) > 16:  # a last few may share a segment with used ones
+        fill(node, bench.space, 16, seed=next(seeds))
+    assert reasons(node, used) == [Presence.PRESENT] * 48
 
 
 # --- capacity ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstore.cli import build_app
+from kvstore.daemon.files import Files
 from kvstore.keys import TokenChain, encode_space
+from kvstore.limits import MIB
 from kvstore.store import BlockPut, GetStatus, PutOutcome
 from kvstore.testing import TEST_RULES
 from kvstore.traffic import AGENT
@@ -133,6 +135,23 @@ def test_a_killed_daemon_comes_back_with_every_acknowledged_block(folder: Path) 
             assert all(buffer == name.key[:1] * 1000 for buffer, name in zip(buffers, chain.names, strict=True))
             time.sleep(1.2)  # the older client skips the node for a second after its failure
             assert client.lookup(space_id, chain.names).prefix_blocks() == 1000
+
+
+def test_a_daemon_on_a_full_file_system_is_healthy_and_says_what_it_sheds(folder: Path) -> None:
+    """Others have filled the disk beyond the watermark: puts are refused and counted, and nobody restarts the node."""
+    free_bytes, usable_bytes = Files().space(folder)
+    if usable_bytes - free_bytes < 256 * MIB:
+        pytest.skip("this file system is empty")
+    free_min_bytes = (free_bytes + usable_bytes) // 2
+    with daemon(folder, "--free-min", f"{free_min_bytes}B") as (process, ready), client_of(ready["listen"]) as client:
+        space_id = client.register_space(a_space())
+        puts = [BlockPut(name, BLOCK_TOKENS, bytes(1000)) for name in a_chain(space_id, 5).names]
+        assert client.put(space_id, puts, traffic_class=AGENT, deadline_s=1.0) == [PutOutcome.REFUSED] * 5
+        assert httpx.get(f"http://{ready['admin']}/healthz").json() == {"status": "ok"}
+        metrics = httpx.get(f"http://{ready['admin']}/metrics").text
+        assert f'reprise_store_volume_low_space{{volume="{folder / "data"}"}} 1.0' in metrics
+        assert "reprise_store_shed_low_space_total 5.0" in metrics
+        assert process.poll() is None
 
 
 def test_many_times_the_capacity_in_mixed_blocks_leaves_memory_where_it_was(folder: Path) -> None:

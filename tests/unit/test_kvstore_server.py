@@ -456,9 +456,13 @@ def test_a_get_past_its_deadline_says_so_and_leaves_no_half_block(folder: Path) 
 
 
 def test_a_restarted_daemon_is_adopted_without_another_put(folder: Path) -> None:
-    """The client's pooled connections are stale after a restart; the next calls succeed, and every block is there."""
+    """The client's pooled connections are stale after a restart; the next calls succeed, and every block is there.
+
+    However long it was away, it is the same node with the same volume, and nothing is written again.
+    """
     clock = ManualClock()
     node = open_node(folder / "data", clock)
+    volume = (folder / "data" / "FORMAT").read_bytes()
     server = served(node, folder)
     address = server.__enter__().addresses[1]
     with client_of(address) as client:
@@ -468,6 +472,7 @@ def test_a_restarted_daemon_is_adopted_without_another_put(folder: Path) -> None
         for _ in range(3):
             server.__exit__(None, None, None)
             node.close()
+            clock.advance(30)
             node = open_node(folder / "data", clock)
             server = served(node, folder)
             server.__enter__()
@@ -476,6 +481,8 @@ def test_a_restarted_daemon_is_adopted_without_another_put(folder: Path) -> None
             assert client.get_into(space, chain.names, buffers) == [GetStatus.OK] * 20
             blocks = [BlockPut(name, BLOCK_TOKENS, b"y" * 1000) for name in chain.names]
             assert client.put(space, blocks, traffic_class=AGENT) == [PutOutcome.TOUCHED] * 20
+            assert node.stats()["bytes_written"] == 0
+        assert (folder / "data" / "FORMAT").read_bytes() == volume
         server.__exit__(None, None, None)
         node.close()
 
@@ -638,6 +645,7 @@ def test_lookups_leave_nothing_held(folder: Path) -> None:
             client.lookup(space, chain.names[:2], states=True)
         buffers = [bytearray(100_000) for _ in chain.names]
         assert set(client.get_into(space, chain.names, buffers)) == {GetStatus.OK}
+        wait_until(lambda: node.stats()["leases"] == 0)
         for seed in range(1, 9):
             put_chain(client, a_chain(space, 40, seed=seed), AGENT, payload_bytes=100_000)
             clock.advance(1)

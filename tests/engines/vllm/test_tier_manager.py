@@ -278,7 +278,7 @@ def test_a_fault_in_a_load_costs_a_hit(open_tier: Open, monkeypatch: pytest.Monk
 
 
 def test_a_block_that_was_deleted_meanwhile_is_a_miss(open_tier: Open, node: StoreProcess) -> None:
-    """Case 43: the verdict was a hit, the block is gone when it is loaded; the next look-up says so."""
+    """The verdict was a hit, the block is gone when it is loaded; the next look-up says so."""
     drive, keys = open_tier(), fresh_keys(2)
     keep(drive, keys)
     request = drive.request()
@@ -319,7 +319,7 @@ def test_an_overloaded_store_sheds_stores_and_serves_loads(open_tier: Open, monk
 
 
 def test_what_was_not_stored_is_offered_again(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 52: vLLM offers a chunk once, so a refused one would leave a hole for as long as the primary tier has it.
+    """vLLM offers a chunk once, so a refused one would leave a hole for as long as the primary tier has it.
 
     It comes again, under its own tenant and class, once the store takes blocks; what vLLM dropped meanwhile does not.
     """
