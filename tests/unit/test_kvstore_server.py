@@ -645,7 +645,7 @@ def test_lookups_leave_nothing_held(folder: Path) -> None:
             client.lookup(space, chain.names[:2], states=True)
         buffers = [bytearray(100_000) for _ in chain.names]
         assert set(client.get_into(space, chain.names, buffers)) == {GetStatus.OK}
-        wait_until(lambda: node.stats()["leases"] == 0)
+        wait(lambda: node.stats()["leases"] == 0)
         for seed in range(1, 9):
             put_chain(client, a_chain(space, 40, seed=seed), AGENT, payload_bytes=100_000)
             clock.advance(1)

@@ -154,11 +154,11 @@ def test_a_put_that_stands_still_blocks_no_key_and_gives_its_memory_back(folder:
         whole = HELLO + wire.encode_frame(wire.Opcode.PUT, 2, body, payload_bytes=400_000) + bytes(400_000)
         with connect(server) as sock, client_of(server.addresses[1]) as client:
             sock.sendall(whole[:-250_000])
-            wait_for(lambda: admission.lent_bytes > 0)
+            wait(lambda: admission.lent_bytes > 0)
             payloads = [os.urandom(100_000) for _ in names]
             puts = [BlockPut(name, BLOCK_TOKENS, each) for name, each in zip(names, payloads, strict=True)]
             assert client.put(space, puts, traffic_class=AGENT) == [PutOutcome.STORED] * 4
-            wait_for(lambda: admission.lent_bytes == 0)
+            wait(lambda: admission.lent_bytes == 0)
             buffers = [bytearray(100_000) for _ in names]
             assert client.get_into(space, names, buffers) == [GetStatus.OK] * 4
             assert buffers == payloads
