@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,15 @@ def recall(drive: Drive, keys: Sequence[OffloadKey], **params: Any) -> int:
         assert np.array_equal(row[:CHUNK_BYTES], payload)
     drive.finish(request)
     return hits
+
+
+def disk_bytes(folder: Path) -> int:
+    """What ``du`` says of a folder; files that vanish meanwhile count nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def test_it_says_and_returns_what_the_file_tier_does(open_tier: Open, fs_tier: Drive) -> None:
@@ -316,6 +325,33 @@ def test_an_overloaded_store_sheds_stores_and_serves_loads(open_tier: Open, monk
     time.sleep(0.25)
     keep(drive, more)
     assert recall(drive, more) == 2
+
+
+def test_a_store_keeps_to_its_capacity_where_the_file_tier_grows(open_tier: Open, tmp_path: Path) -> None:
+    """Three times the capacity goes through both. After each batch ours is within it and gives back the latest; vLLM's
+    own has deleted nothing."""
+    store, chunk_bytes, capacity_bytes = StoreProcess(tmp_path, capacity="32MiB"), 1_000_000, 32 * 2**20
+    store.begin()
+    shape = {"chunks": 20, "chunk_bytes": chunk_bytes}
+    try:
+        ours = open_tier(store=store.address, drive=shape)
+        with closing(open_drive({"type": "fs", "root_dir": str(tmp_path / "fs")}, **shape)) as files:
+            for _ in range(5):
+                keys = fresh_keys(20)
+                payloads = [np.frombuffer(random.Random(key).randbytes(chunk_bytes), np.uint8) for key in keys]
+                for drive in (ours, files):
+                    request = drive.request({})
+                    assert drive.store(request, keys, payloads) == len(keys)
+                    drive.settle()
+                    drive.finish(request)
+                    drive.forget()
+                assert disk_bytes(store.folder / "data") <= capacity_bytes
+                request = ours.request({})
+                assert ours.look_up([(request, keys)]) == [20]
+                ours.finish(request)
+        assert disk_bytes(tmp_path / "fs") >= 5 * 20 * chunk_bytes > 2.9 * capacity_bytes
+    finally:
+        store.end()
 
 
 def test_what_was_not_stored_is_offered_again(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
