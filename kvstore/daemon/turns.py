@@ -32,14 +32,32 @@ class Underway(Protocol):
 Step = TypeVar("Step", bound=Underway)
 
 
-class _Turn:
-    """A place in the line of what is under way."""
+class _Baton:
+    """Who writes: one after another, in the order of ``enter``. Whoever hands it on waits for nobody, and the next has
+    it at once, whoever has the shard's lock.
+    """
 
-    __slots__ = ("written",)
+    __slots__ = ("_line", "_lock")
 
     def __init__(self) -> None:
-        self.written = False
-        """Whether the next may write."""
+        self._lock = threading.Lock()
+        self._line: deque[threading.Event] = deque()
+        """Of each that has not written: whether all before it have. The first is set."""
+
+    def enter(self) -> threading.Event:
+        """A place at the end of the line: to be waited for, then handed on."""
+        turn = threading.Event()
+        with self._lock:
+            self._line.append(turn)
+            self._line[0].set()
+        return turn
+
+    def hand_on(self) -> None:
+        """The first has written."""
+        with self._lock:
+            self._line.popleft()
+            if self._line:
+                self._line[0].set()
 
 
 class Turns:
@@ -47,7 +65,9 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._line: deque[_Turn] = deque()
+        self._line: deque[threading.Event] = deque()
+        """What is under way, each by its turn to write."""
+        self._baton = _Baton()
         self._waiting_alone = 0
 
     @contextmanager
@@ -80,7 +100,7 @@ class Turns:
                 step = begin(True)
             if step is None:
                 return None
-            turn = _Turn()
+            turn = self._baton.enter()
             self._line.append(turn)
         finally:
             self._changed.release()
@@ -93,20 +113,16 @@ class Turns:
         return result
 
     @contextmanager
-    def _writing(self, turn: _Turn) -> Iterator[None]:
+    def _writing(self, turn: threading.Event) -> Iterator[None]:
         """All that began before has written. (A wait for as long as their writes take.)"""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_next(turn))
+        turn.wait()
         try:
             yield
         finally:
-            with self._changed:
-                turn.written = True
-                if len(self._line) > 1:
-                    self._changed.notify_all()
+            self._baton.hand_on()
 
     @contextmanager
-    def _ending(self, turn: _Turn) -> Iterator[None]:
+    def _ending(self, turn: threading.Event) -> Iterator[None]:
         """All that began before has ended, and nobody else changes the shard now; afterwards this has ended too."""
         with self._changed:
             try:
@@ -128,9 +144,6 @@ class Turns:
             self._waiting_alone -= 1
         if self._line:
             raise DeadlineExceeded("the shard's writer was busy until the deadline")
-
-    def _is_next(self, turn: _Turn) -> bool:
-        return next(each for each in self._line if not each.written) is turn
 
     def _enter(self, timeout_s: float) -> None:
         if not self._changed.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):

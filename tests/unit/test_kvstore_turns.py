@@ -91,6 +91,25 @@ def test_writes_and_ends_keep_the_order_of_begins() -> None:
         assert [note for note in notes if note.endswith(what)] == [f"first {what}", f"second {what}"]
 
 
+def test_the_next_writes_while_the_one_before_ends() -> None:
+    """An end takes as long as the index does, and has the shard's lock: the disk is not idle meanwhile."""
+    turns, notes = Turns(), list[str]()
+    first, second = Noted("first", notes), Noted("second", notes)
+    first.may_write.clear()
+
+    def end(ended: Noted) -> str:
+        assert second.begun.wait(WAIT_S)
+        return ended.name
+
+    one = started(lambda: turns.beside(lambda _: first, end, WAIT_S))
+    assert first.begun.wait(WAIT_S)
+    other = started(lambda: run(turns, second))
+    line_of(turns, 2)
+    first.may_write.set()
+    joined(one, other)
+    assert notes == ["first writes", "second writes", "second ends"]
+
+
 def test_nobody_is_alone_while_something_is_under_way() -> None:
     """Who wants to be alone waits for what is under way, up to a deadline, and lets nothing begin before."""
     turns, notes = Turns(), list[str]()
