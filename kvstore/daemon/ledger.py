@@ -537,15 +537,20 @@ class Ledger:
 
     def forget_dead(self, place: Place, mark: Mark) -> None:
         """Drop the row of a record whose mark says that it was removed (the index had lost the removal), once that mark
-        is on disk: whoever wrote it may not have come so far.
+        is on disk: whoever wrote it may not have come so far. Where the disk does not take it the row lapses.
         """
         with self.journal:  # whoever marks is done with it
             is_here = self.is_at(place)
-        if not is_here or self.flush_marks([place.segment]):
+        if not is_here:
             return
+        is_sick = bool(self.flush_marks([place.segment]))
         removed = mark.reason.value in (Presence.EXPIRED, Presence.EVICTED, Presence.QUARANTINED, Presence.PURGED)
         with self.changing():
-            if self.is_at(place):
+            if not self.is_at(place):
+                return
+            if is_sick:
+                self.presence.lapse(np.array([place.slot]))
+            else:
                 self.forget_one(place.slot, Presence(mark.reason.value) if removed else Presence.EVICTED, mark.when_s)
 
     def compact_if_due(self) -> None:

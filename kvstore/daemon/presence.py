@@ -132,6 +132,11 @@ class PresenceMap:
         return len(self._table)
 
     @property
+    def slots_max(self) -> int:
+        """All slots are below it."""
+        return self._table.size
+
+    @property
     def memory_bytes(self) -> int:
         """Without tombstones."""
         dictionaries = 300 * len(self._touches) + 120 * len(self._pins_s)

@@ -175,6 +175,8 @@ class Segment:
         "fd",
         "files",
         "header",
+        "inherited_end",
+        "inherited_seal",
         "leases",
         "oldest_s",
         "path",
@@ -207,6 +209,10 @@ class Segment:
         self._syncing = threading.Lock()
         self._durable = (header.generation, end if sealed else 0)
         """Generation, and the offset below which its records are on disk."""
+        self.inherited_end = 0
+        """Records that begin before it were written by an earlier process ..."""
+        self.inherited_seal = False
+        """... and all made durable."""
         self.begun = 0
         self.oldest_s = header.created_s
 
@@ -290,10 +296,14 @@ class Segment:
             raise
         self.end = FIRST_RECORD  # first: a flush beside this shall not take the old life's records for the new one's
         self.header = header
-        self._hastened = self._dropped = 0
+        self._hastened = self._dropped = self.inherited_end = 0
         self.oldest_s = header.created_s
         self.sealed = self.torn = self.unsafe = self.failed = False
         self.dirty = True
+
+    def inherit(self) -> None:
+        """A start has found what it holds."""
+        self.inherited_end, self.inherited_seal = self.end, self.sealed
 
     def files_bytes(self) -> int:
         """Length of the file as it is now (less than the segment's if somebody cut it)."""

@@ -93,6 +93,8 @@ class SegmentSet:
 
     def adopt_opened(self) -> None:
         """After recovery: of the unsealed segments of a class and day, the one begun last goes on being filled."""
+        for segment in self.segments.values():
+            segment.inherit()
         for segment in sorted(self.unsealed(), key=lambda item: item.begun, reverse=True):
             self.opened.setdefault((segment.header.class_byte, segment.header.day), segment.number)
 

@@ -6,7 +6,7 @@ meaning, placement or the network. Invariants:
 - Two locks. That of ``_turns`` (outer) serialises everything that appends, moves or recycles, but lets puts of new
   blocks work side by side; the ledger's (inner, short) guards presence and index.
 - A put goes record, index, presence; a removal goes mark on disk, presence, index. A crash in between leaves a record
-  that recovery adopts, or a dead one that nobody serves.
+  that recovery adopts, or a dead one that nobody serves, nor takes for there when its block is put again (``proofs``).
 - A reader holds a lease on the segment outside the locks. Every read verifies header, location, key, mark and
   payload; a failure is a miss and a quarantine. A block whose cipher key is not there is a miss, and nothing else.
 """
@@ -48,6 +48,7 @@ from kvstore.daemon.presence import (
     fingerprint_of,
     key_words,
 )
+from kvstore.daemon.proofs import Proofs
 from kvstore.daemon.questions import alive_keys, payload_bytes_of, scan, sight, slots_in
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
@@ -114,7 +115,8 @@ class Shard:
         self._reclaimer = Reclaimer(
             parts.ledger, lambda: self._rules_here, parts.layout.index_budget_bytes, overwrite=bounds.overwrite_aged
         )
-        writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins)
+        self._proofs = Proofs(parts.ledger, self._failed_read)
+        writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins, self._proofs)
         self._put = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
         self._confirmations = Confirmations(parts.ledger, commit_window_s)
         self._sealer = Sealer(self._seal)
@@ -450,7 +452,8 @@ class Shard:
         return sight(self._ledger, name, space_id, now_s)
 
     def alive_keys(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: float) -> list[BlockKey]:
-        """Those of the keys that are served now."""
+        """Those of the keys that are served now, and whose records are known to live."""
+        self._proofs.prove(keys, now_s)
         return alive_keys(self._ledger, space_id, keys, now_s)
 
     def payload_bytes_of(self, space_id: SpaceId, keys: Sequence[BlockKey]) -> int:

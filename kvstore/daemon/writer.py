@@ -21,6 +21,7 @@ from kvstore.daemon.headers import Headers, headers_for, rows_of, seal_headers
 from kvstore.daemon.index import NO_ROWS, IndexRefused
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import digest_words, fingerprint_of, key_words
+from kvstore.daemon.proofs import Proofs
 from kvstore.daemon.reclaimer import Reclaimer
 from kvstore.daemon.record import (
     HEADER_BYTES,
@@ -139,7 +140,9 @@ class Writer:
         reclaimer: Reclaimer,
         rules: Callable[[], ClassRules],
         pins: Callable[[], Pins],
+        proofs: Proofs,
     ) -> None:
+        self._proofs = proofs
         self._ledger = ledger
         self._reclaimer = reclaimer
         self._rules = rules
@@ -170,6 +173,7 @@ class Writer:
         return outcomes
 
     def _put_distinct(self, batch: _Batch) -> list[PutOutcome]:
+        self._proofs.prove(batch.blocks.keys, batch.now_s)
         with self._ledger.journal:
             with self._ledger.lock:
                 self._plan(batch)

@@ -185,17 +185,22 @@ class _KillRig:
             address = tcp if kind == "tcp" else unix
             stores.append(StoreClient.connect([address], connections_per_node=1, same_host=kind == "local"))
             ending.callback(stores[-1].close)
+        clients = [
+            Client(self._book, store, mine, random.Random(chance.getrandbits(64)))
+            for store, mine in zip(stores, shares(self._book, len(stores)), strict=True)
+        ]
         try:
             for space in spaces():
                 stores[0].register_space(space)
+            for client in clients:
+                client.put_unread()
             verify(chance.choice(stores), self._book)
         except StoreError as error:
             if not early:
                 raise DaemonFailed(f"the daemon could not be verified: {error!r}") from error
             return
         self._daemons.arm(pid)
-        for store, mine in zip(stores, shares(self._book, len(stores)), strict=True):
-            client = Client(self._book, store, mine, random.Random(chance.getrandbits(64)))
+        for client in clients:
             thread = threading.Thread(target=client.work, args=(stop,), name="crash-client")
             thread.start()
             ending.callback(thread.join)

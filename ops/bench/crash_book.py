@@ -102,10 +102,8 @@ class Expected:
     pinned: bool = False
     unanswered: int = 0
     """Puts of this life that got no answer, or not yet."""
-    is_doubted: bool = False
-    """A start found nothing of it that may be served. Its row may name a record that was killed while it was let go of,
-    and come back with a longer policy: who touches that, before anybody reads it, touches a miss.
-    """
+    is_going: bool = False
+    """A deletion was asked for, and has no answer: a start may find it half done."""
     is_fresh: bool = False
     """Whether the last put offered a payload that was never offered before."""
 
@@ -133,17 +131,18 @@ class Expected:
         if outcome in ACKNOWLEDGED:
             if exact and durable:
                 self.possible = {token}
-            self.is_doubted &= outcome is PutOutcome.TOUCHED
-            self.promised = self.is_kept and (self.promised or (durable and lasting and not self.is_doubted))
+            self.promised = self.is_kept and (self.promised or (durable and lasting))
         elif outcome is not PutOutcome.UNREACHABLE and self.is_fresh and not self.unanswered:
             self.possible.discard(token)
 
     def begin_delete(self) -> None:
         self.promised = self.pinned = False
+        self.is_going = True
 
     def end_delete(self) -> None:
         """A deletion was acknowledged: what was possible is forbidden from now on."""
         self.life += 1
+        self.is_going = False
         self.possible = set()
         self.unanswered = 0
 

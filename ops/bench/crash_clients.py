@@ -11,6 +11,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore.client import StoreClient
 from kvstore.daemon.fsck import FsckReport
@@ -26,6 +27,8 @@ from ops.bench.crash_policy import BRIEF, LASTING, SHORT, changed
 BATCH_MAX = 16
 VERIFY_S = 60.0
 CALL_S = 20.0
+UNREAD_PUTS_MAX = 12
+"""Puts of a client before a start is verified."""
 VERBS = {
     "put": 54,
     "get": 18,
@@ -82,11 +85,24 @@ class Client:
             while not stop.is_set():
                 self.step()
 
+    def put_unread(self) -> None:
+        """After a start, before anything was read: what is acknowledged now is promised as well. Raises StoreError if
+        the store is gone.
+        """
+        self._book.policy.learn(self._store.policy(deadline_s=VERIFY_S).rules)
+        for block in [block for block in self._mine if block.is_going]:
+            self._call(partial(self._put, [block]))
+            block.is_going = False
+        for _ in range(self._chance.randint(0, UNREAD_PUTS_MAX)):
+            self._call(self._put)
+
     def step(self) -> None:
         """One random call. Raises StoreError if the store is gone."""
-        verb = self._chance.choices(list(VERBS), list(VERBS.values()))[0]
+        self._call(self._verbs[self._chance.choices(list(VERBS), list(VERBS.values()))[0]])
+
+    def _call(self, verb: Callable[[], None]) -> None:
         try:
-            self._verbs[verb]()
+            verb()
         except (Overloaded, CapacityProtected, DeadlineExceeded):
             self._book.counts["declined"] += 1
 
@@ -99,10 +115,10 @@ class Client:
         at = self._chance.randrange(len(pool))
         return list(pool[at : at + count])
 
-    def _put(self) -> None:
+    def _put(self, some: Sequence[Expected] = ()) -> None:
         exact = self._chance.random() < 0.8
         durable = self._chance.random() < 0.25
-        some = self._some()
+        some = some or self._some()
         traffic_class = some[0].traffic_class
         some = [block for block in some if block.traffic_class == traffic_class]
         puts = [block.put(exact=exact) for block in some]
@@ -115,6 +131,8 @@ class Client:
             outcomes = self._store.put(space, puts, traffic_class=traffic_class, ack=ack, deadline_s=CALL_S)
         with self._book.policy.steady(changes) as is_steady:
             for block, outcome in zip(some, outcomes, strict=True):
+                if outcome is PutOutcome.STORED and block.promised:
+                    self._book.accuse("lost", f"block {block.name.index} of {block.space.model}: it was stored anew")
                 lasting = is_steady and self._book.lasts(block)
                 block.settle(outcome, exact=exact, durable=durable or self._after_kill, lasting=lasting)
         for outcome in outcomes:
@@ -260,7 +278,6 @@ def verify(store: StoreClient | Node, book: Book, *, after_kill: bool = True) ->
             raise Unavailable("the store died while it was verified")
         for block, status, buffer in zip(blocks, statuses, buffers, strict=True):
             book.judge_still(block, status, buffer)
-            block.is_doubted = status is not GetStatus.OK
             if after_kill and status is GetStatus.OK:
                 block.promised = book.lasts(block)
     _verify_strangers(store, book)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvstore.daemon.files import Files
 from kvstore.daemon.index import Index
+from kvstore.daemon.ledger import Ledger
 from kvstore.daemon.purger import Purger
 from kvstore.daemon.record import HEADER_BYTES, MARK_OFFSET, RECORD_ALIGN, RECORD_MAGIC
 from kvstore.daemon.shard import Shard
@@ -29,6 +30,7 @@ POINTS: dict[str, int] = {
     "index.after": 60,
     "mark.before": 40,
     "mark.after": 40,
+    "removal.marked": 12,
     "sync.before": 20,
     "sync.after": 20,
     "seal.before": 6,
@@ -54,7 +56,8 @@ POINTS: dict[str, int] = {
     "compaction.after": 3,
 }
 """Each with the latest hit at which it may strike. ``recycle`` is the write of a segment's next generation; ``order`` a
-purge order: written down, then its blocks deleted, then their bytes erased, then done.
+purge order: written down, then its blocks deleted, then their bytes erased, then done. ``removal.marked``: records are
+dead on disk, and the index does not know it yet.
 """
 GROWING = tuple(point for point in POINTS if point.startswith("create"))
 """Reached only while a store still makes files."""
@@ -92,6 +95,7 @@ class Executioner:
         self._around(Files, "allocate", "create.before", "")
         self._around(Files, "rename", "create.rename", "create.after")
         self._around(Index, "write", "index.before", "index.after")
+        self._around(Ledger, "flush_marks", "", "removal.marked")
         for method in ("rewrite", "compact"):
             self._around(Index, method, "compaction.before", "compaction.after")
         self._around(Purger, "_carry_out", "order.before", "order.after")

@@ -76,6 +76,7 @@ class PowerRig:
             self._change_index()
             node = self._open(Files())
             try:
+                self._client(node).put_unread()
                 verify(node, self.book, after_kill=False)
                 self._balance(node)
             finally:
@@ -88,7 +89,7 @@ class PowerRig:
         node: Node | None = None
         try:
             node = self._open(files)
-            client = Client(self.book, node, shares(self.book, 1)[0], self._chance, after_kill=False)
+            client = self._client(node)
             while True:
                 if self._chance.random() < 0.05:
                     self._put_index_aside()
@@ -99,6 +100,9 @@ class PowerRig:
         finally:
             if node is not None:
                 node.abandon()
+
+    def _client(self, node: Node) -> Client:
+        return Client(self.book, node, shares(self.book, 1)[0], self._chance, after_kill=False)
 
     def _put_index_aside(self) -> None:
         """Copy it; RocksDB removes files in the background, so that there may be no whole copy this time."""
