@@ -8,6 +8,7 @@ being recycled until it is given back.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections import Counter
@@ -463,8 +464,13 @@ class Ledger:
         self.forget(np.array([slot]), np.array([reason], dtype=np.uint8), when_s)
 
     def quarantine(self, places: Sequence[Place], now_s: int) -> bool:
-        """Stop serving records that failed verification; the caller holds leases. False if all had moved on already."""
-        here = [place for place in places if self.is_at(place)]
+        """Stop serving records that failed verification; the caller holds leases. False if all had moved on already.
+
+        Their rows lapse first: nobody who puts such a block again beside this is told that it is there.
+        """
+        with self.changing():
+            here = [place for place in places if self.is_at(place)]
+            self.presence.lapse(np.array([place.slot for place in here], dtype=np.int64))
         self.counters.quarantined += len(here)
         self.bury(here, Mark(MarkReason.QUARANTINED, now_s))
         for place in here:
@@ -507,21 +513,27 @@ class Ledger:
             return False
         return True
 
-    def mark(self, place: Place, mark: Mark) -> None:
-        """Make the record at a place dead on disk, unless the segment has begun another life since. Raises OSError."""
-        with self.lock:
-            if place.segment.header.generation == place.generation:
-                place.segment.mark(place.offset, mark)
-
-    def mark_where_it_is(self, key: BlockKey, mark: Mark) -> Segment | None:
-        """Make the record that a key's row names now dead on disk, in the segment returned. Raises OSError."""
-        with self.lock:
-            slot = self.presence.slot(key)
-            place = self.place(slot) if slot >= 0 else None
-            if place is None:
-                return None
-            place.segment.mark(place.offset, mark)
-            return place.segment
+    def mark_replaced(self, keys: Iterable[BlockKey], mark: Mark) -> None:
+        """Make the records that rows of these keys name dead on disk, durably; the caller holds the journal until other
+        records are in their place. Raises OSError: rows whose record may be dead by then have lapsed.
+        """
+        slots: list[int] = []
+        segments: set[Segment] = set()
+        try:
+            for key in keys:
+                with self.lock:
+                    slot = self.presence.slot(key)
+                    place = self.place(slot) if slot >= 0 else None
+                    if place is not None:
+                        slots.append(slot)
+                        segments.add(place.segment)
+                        place.segment.mark(place.offset, mark)
+            if self.flush_marks(segments):
+                raise OSError(errno.EIO, "the marks of what is replaced were not flushed")
+        except OSError:
+            with self.lock:
+                self.presence.lapse(np.array(slots, dtype=np.int64))
+            raise
 
     def flush_marks(self, segments: Iterable[Segment]) -> set[Segment]:
         """Make marks durable, as ``bury`` says why; the segments whose disk did not take them."""

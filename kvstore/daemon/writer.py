@@ -436,11 +436,8 @@ class Writer:
             self._ledger.store(rows, [segment], pins_s, new=True)
             return
         with self._ledger.journal:
-            dead = Mark(MarkReason.REPLACED, batch.now_s)
-            marked = {self._ledger.mark_where_it_is(key, dead) for key in replaced}
-            if self._ledger.flush_marks(each for each in marked if each is not None):
-                raise OSError(errno.EIO, "the marks of what is replaced were not flushed")
-            self._ledger.store(rows, [segment], pins_s)
+            self._ledger.mark_replaced(replaced, Mark(MarkReason.REPLACED, batch.now_s))
+            self._ledger.store(rows, [segment], pins_s, in_any_case=True)
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:
         counters = self._ledger.counters

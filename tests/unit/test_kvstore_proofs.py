@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvstore.daemon.ledger import Ledger
 from kvstore.daemon.node import Node
 from kvstore.daemon.segment import FIRST_RECORD, Segment
 from kvstore.keys import BlockName, SpaceId
-from kvstore.store import AckLevel, GetStatus, Pin, PutOutcome
+from kvstore.store import FLAG_APPROXIMATE, AckLevel, GetStatus, Pin, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
 from tests.support.faults import FaultyFiles
@@ -192,3 +193,61 @@ def test_a_record_of_the_next_life_of_a_segment_is_not_looked_at(bench: Bench, m
     for number in range(1, 40):
         assert set(bench.put(list(a_chain(bench.space, COUNT, seed=number).names))) == {PutOutcome.TOUCHED}
     assert not looked
+
+
+@pytest.mark.parametrize("fault", ["pwritev", "index"])
+def test_a_replacement_that_fails_leaves_nothing_to_touch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The old record is dead, and the new one is not taken by disk or index: who puts it again is not told that it is
+    there, unless it is.
+    """
+    names = list(a_chain(bench.space, 3, seed=7).names)
+    assert bench.put(names, FLAG_APPROXIMATE) == [PutOutcome.STORED] * 3
+    with monkeypatch.context() as failing:
+        if fault == "index":
+            failing.setattr(Index, "write", _refuse_rows(Index.write))
+        else:
+            failing.setattr(Ledger, "flush_marks", lambda ledger, segments: set(segments))
+        first = bench.put(names)
+    bench.names = names
+    if set(first) != {PutOutcome.REPLACED}:
+        assert set(first) == {PutOutcome.REFUSED}
+        again = bench.put(names, FLAG_APPROXIMATE)
+        assert PutOutcome.TOUCHED not in again
+        assert set(bench.put(names)) <= {PutOutcome.STORED, PutOutcome.REPLACED, PutOutcome.TOUCHED}
+    bench.assert_kept()
+
+
+def _refuse_rows(write: Callable[[Index, IndexBatch], None]) -> Callable[[Index, IndexBatch], None]:
+    def refuse(index: Index, batch: IndexBatch) -> None:
+        if len(batch.removed):
+            index.refusing = True
+            raise IndexRefused("no space left")
+        write(index, batch)
+
+    return refuse
+
+
+def test_a_put_beside_a_quarantine_is_not_answered_with_a_touch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader found the block bad and is about to mark it, when somebody puts it again."""
+    with bench.first_segment.open("r+b") as stream:
+        stream.seek(FIRST_RECORD + 8192)
+        stream.write(bytes(4096))
+    flush_marks, flushing, done = Ledger.flush_marks, threading.Event(), threading.Event()
+
+    def slow(ledger: Ledger, segments: Iterable[Segment]) -> set[Segment]:
+        if threading.current_thread() is reader:
+            flushing.set()
+            assert done.wait(10)
+        return flush_marks(ledger, segments)
+
+    monkeypatch.setattr(Ledger, "flush_marks", slow)
+    reader = threading.Thread(target=lambda: read(bench.node, bench.space, bench.names[0], SIZE))
+    reader.start()
+    assert flushing.wait(10)
+    outcomes = bench.put(bench.names[:1])
+    done.set()
+    reader.join(10)
+    assert outcomes == [PutOutcome.STORED]
+    bench.assert_kept()
