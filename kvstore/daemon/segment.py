@@ -302,8 +302,9 @@ class Segment:
         self.dirty = True
 
     def inherit(self) -> None:
-        """A start has found what it holds."""
+        """A start has found what it holds. A flush that it made on the way was not yet one of that."""
         self.inherited_end, self.inherited_seal = self.end, self.sealed
+        self.dirty = True
 
     def files_bytes(self) -> int:
         """Length of the file as it is now (less than the segment's if somebody cut it)."""

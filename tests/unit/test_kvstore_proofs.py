@@ -251,3 +251,19 @@ def test_a_put_beside_a_quarantine_is_not_answered_with_a_touch(bench: Bench, mo
     reader.join(10)
     assert outcomes == [PutOutcome.STORED]
     bench.assert_kept()
+
+
+def test_a_block_that_a_start_adopted_can_be_confirmed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start flushes the mark of what was replaced before it knows where the segment ends: that is no flush of what
+    it then finds, and whoever waits for the disk is not told that the disk does not take it.
+    """
+    names = list(a_chain(bench.space, 3, seed=7).names)
+    assert bench.put(names, FLAG_APPROXIMATE) == [PutOutcome.STORED] * 3
+    with monkeypatch.context() as dying:
+        dying.setattr(Ledger, "store", die)
+        with pytest.raises(Killed):
+            bench.put(names)
+    bench.reopen()
+    assert bench.put(names) == [PutOutcome.TOUCHED] * 3
+    bench.names += names
+    bench.assert_kept()
