@@ -505,10 +505,14 @@ class Reclaimer:
                 return []
             touches = self._ledger.presence.touches(place.slot)
         try:
-            payload = bytearray(segment.read_header(place.offset)[0].stored_bytes)
+            header, mark = segment.read_header(place.offset)
+            if mark is not None and mark.reason is not MarkReason.DAMAGED:  # the index had lost its removal
+                self._ledger.forget_dead(place, mark)
+                return []
+            payload = bytearray(header.stored_bytes)
             header, mark = segment.read_record(place.offset, payload)
             if mark is not None or fingerprint_of(header.key) != place.fingerprint:
-                raise RecordDamaged("the record is dead or another")
+                raise RecordDamaged("the record's mark is damaged, or it is another")
         except RecordDamaged:
             self._ledger.quarantine([place], now_s)
             return []

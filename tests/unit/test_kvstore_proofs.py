@@ -17,7 +17,7 @@ from kvstore.daemon.segment import FIRST_RECORD, Segment
 from kvstore.keys import BlockName, SpaceId
 from kvstore.store import FLAG_APPROXIMATE, AckLevel, GetStatus, Pin, PutOutcome
 from kvstore.testing import ManualClock
-from kvstore.traffic import AGENT
+from kvstore.traffic import AGENT, CHAT
 from tests.support.faults import FaultyFiles
 from tests.support.mortal import Killed
 from tests.support.nodes import open_node, payload_of, puts_of, read
@@ -266,4 +266,16 @@ def test_a_block_that_a_start_adopted_can_be_confirmed(bench: Bench, monkeypatch
     bench.reopen()
     assert bench.put(names) == [PutOutcome.TOUCHED] * 3
     bench.names += names
+    bench.assert_kept()
+
+
+def test_a_record_that_died_is_not_moved_and_no_damage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segment is given back before anybody asked for it: it was removed, and nothing is wrong with it."""
+    delete_and_die(bench, monkeypatch)
+    bench.reopen()
+    bench.node.touch(bench.space, bench.names[3:5], traffic_class=CHAT)
+    bench.clock.advance(4 * 86_400)
+    assert bench.node.sweep(apply=True).blocks_rewritten == 1
+    assert bench.node.stats()["quarantined"] == 0
+    bench.names = bench.names[4:5]
     bench.assert_kept()
