@@ -159,6 +159,13 @@ class Files:
         sync_directory(path)
 
 
+class FilesToRead(Files):
+    """Files that are only looked at."""
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 def open_for_reading(fd: int, *, direct: bool = False) -> int:
     """Another descriptor of an open file, that cannot write; ``direct``: around the page cache. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))

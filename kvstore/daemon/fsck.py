@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.daemon.catalog import CatalogContent, decode_catalog
-from kvstore.daemon.files import Files
+from kvstore.daemon.files import Files, FilesToRead
 from kvstore.daemon.index import Index, IndexContent, IndexDamaged, entry_of, keys_in
 from kvstore.daemon.record import Mark, MarkReason, RecordHeader
 from kvstore.daemon.scour import is_erased, stale_headers
@@ -151,7 +151,7 @@ def check(
 
     Raises VolumeInUse, VolumeFormat, VolumeError; of a given catalog also OSError, ValueError.
     """
-    volume = Volume.open(data_dir, create=False)
+    volume = Volume.open(data_dir, create=False, read_only=not repair)
     try:
         run = _Check(volume, FsckReport(str(data_dir)), repair, now_s)
         _check_catalog(run)
@@ -198,7 +198,7 @@ def _check_index(run: _Check) -> IndexContent | None:
 
 
 def _check_segments(run: _Check, content: IndexContent | None, progress: Progress) -> None:
-    files = Files()
+    files = Files() if run.repair else FilesToRead()
     paths = sorted(run.volume.segments_path.glob("*.seg"))
     for done, path in enumerate(paths):
         progress(done, len(paths))

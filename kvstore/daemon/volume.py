@@ -7,6 +7,7 @@ foreign files, is never written to.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -50,10 +51,11 @@ class Volume:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path, *, create: bool) -> Volume:
+    def open(cls, path: Path, *, create: bool, read_only: bool = False) -> Volume:
         """Lock the directory and check its format. Raises VolumeInUse, VolumeFormat, VolumeError.
 
-        With ``create`` an empty directory is made into a volume by the first ``fix_segment_bytes``.
+        With ``create`` an empty directory is made into a volume by the first ``fix_segment_bytes``. ``read_only``:
+        it is only looked at, also where its file system takes no byte.
         """
         try:
             if create:
@@ -61,7 +63,7 @@ class Volume:
             elif not (path / FORMAT_NAME).exists():
                 raise VolumeFormat(f"{path} is not a store directory: it has no {FORMAT_NAME} file")
             _identify(path)  # before the lock makes its file there, and again under it
-            lock_fd = _lock(path)
+            lock_fd = _lock(path, read_only=read_only)
         except FileExistsError as error:
             raise VolumeError(f"data directory {path} cannot be used: it is no directory") from error
         except OSError as error:
@@ -139,8 +141,15 @@ def check_file_system(
     return free_min_of(path, space, capacity_bytes, free_min_bytes)
 
 
-def _lock(path: Path) -> int:
-    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _lock(path: Path, *, read_only: bool) -> int:
+    says_whose = True
+    try:
+        fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if not read_only or error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        known = path / (LOCK_NAME if (path / LOCK_NAME).exists() else FORMAT_NAME)
+        fd, says_whose = os.open(known, os.O_RDONLY | os.O_CLOEXEC), False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -150,8 +159,9 @@ def _lock(path: Path) -> int:
     except OSError:
         os.close(fd)
         raise
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    if says_whose:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
 
 

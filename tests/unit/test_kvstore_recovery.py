@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from kvstore.daemon.fsck import check
 from kvstore.daemon.node import Node
 from kvstore.daemon.record import MARK_OFFSET, RECORD_ALIGN
 from kvstore.daemon.segment import FIRST_RECORD
-from kvstore.errors import VolumeFormat, VolumeInUse
+from kvstore.daemon.volume import Volume
+from kvstore.errors import VolumeError, VolumeFormat, VolumeInUse
 from kvstore.keys import BlockName, SpaceId
 from kvstore.limits import MIB
 from kvstore.store import FLAG_APPROXIMATE, GetStatus, Presence, PutOutcome
@@ -144,6 +147,32 @@ def test_fsck_names_a_spoiled_catalog_and_index(tmp_path: Path) -> None:
     assert (tmp_path / "volume-0" / "catalog.json.damaged").exists()
     assert check(tmp_path / "volume-0").clean
     assert presence(tmp_path, clock, space, names) == [Presence.PRESENT] * 10
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_fsck_reads_a_volume_that_takes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool) -> None:
+    """As after the kernel made a failing disk read-only: damage is named; a repair and a second check are refused."""
+    prepared(tmp_path)
+    volume = tmp_path / "volume-0"
+    path = volume / "segments" / "00000001.seg"
+    data = bytearray(path.read_bytes())
+    data[FIRST_RECORD + 300] ^= 1
+    path.write_bytes(data)
+    if not locked:
+        (volume / "LOCK").unlink()
+    really_open = os.open
+
+    def only_to_read(path: str | Path, flags: int, mode: int = 0o777, **options: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and Path(path).is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return really_open(path, flags, mode, **options)
+
+    monkeypatch.setattr(os, "open", only_to_read)
+    assert check(volume).findings_by_kind == {"record-damaged": 1}
+    with pytest.raises(VolumeError, match="Read-only"):
+        check(volume, repair=True)
+    with closing(Volume.open(volume, create=False, read_only=True)), pytest.raises(VolumeInUse):
+        check(volume)
 
 
 def test_fsck_refuses_what_it_must_not_touch(tmp_path: Path) -> None:
