@@ -40,6 +40,8 @@ CLIENTS = ("local", "unix", "tcp")
 """One client each: over shared memory, over the Unix socket only, over TCP."""
 ROUND_S_MAX = 0.5
 """A point that was not reached by then is not waited for: the daemon is killed from outside."""
+ROUND_PUTS = 60
+"""Unless fewer puts than that were acknowledged, on a busy machine."""
 LINES_MAX = 40
 """Violations printed; all are counted."""
 Progress = Callable[[str], None]
@@ -175,7 +177,8 @@ class _KillRig:
         *,
         early: bool,
     ) -> None:
-        """Verify (an ``early`` daemon may die of it), then let clients work until the daemon is dead or time is up.
+        """Verify (an ``early`` daemon may die of it), then let clients work until the daemon is dead, or time is up and
+        they have done something.
 
         ``ending`` closes the clients and waits for their threads, after the daemon was killed.
         """
@@ -204,7 +207,9 @@ class _KillRig:
             thread = threading.Thread(target=client.work, args=(stop,), name="crash-client")
             thread.start()
             ending.callback(thread.join)
-        self._daemons.wait(pid, chance.uniform(0.1, ROUND_S_MAX))
+        self._daemons.wait(
+            pid, chance.uniform(0.1, ROUND_S_MAX), lambda: self._book.counts["acknowledged"] >= ROUND_PUTS
+        )
 
     def _settle(self) -> None:
         """A start without a point: everything is verified; then an end in order, after which all books agree."""

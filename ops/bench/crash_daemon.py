@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.config import StoreConfig
@@ -24,6 +24,7 @@ from ops.bench.crash_book import CAPACITY_BYTES, RULES, SEGMENT_BYTES
 from ops.bench.crash_points import Executioner
 
 START_S_MAX = 60.0
+WORK_S_MAX = 30.0
 NOWHERE = "nowhere"
 """The point of a daemon that is killed from outside only."""
 WAKE = signal.SIGUSR1
@@ -118,10 +119,12 @@ class Daemons:
         """From now on its point may strike."""
         os.kill(pid, WAKE)
 
-    def wait(self, pid: int, seconds: float) -> None:
-        """Until it is dead, or time is up."""
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s and not _is_over(pid):
+    def wait(self, pid: int, seconds: float, enough: Callable[[], bool]) -> None:
+        """Until it is dead, or time is up and ``enough`` was done; that takes ``WORK_S_MAX`` at most."""
+        begin_s = time.monotonic()
+        while (passed_s := time.monotonic() - begin_s) < WORK_S_MAX and not _is_over(pid):
+            if passed_s >= seconds and enough():
+                return
             time.sleep(0.005)
 
     def kill(self, folder: Path, pid: int) -> str:

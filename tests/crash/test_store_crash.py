@@ -26,7 +26,7 @@ def test_kills_lose_nothing_and_invent_nothing() -> None:
     report = run_and_report(ROUNDS, 0, random.randrange(2**32))
     assert report.violations == []
     assert sum(report.kills.values()) == ROUNDS
-    assert len(report.kills) > 5, "the points are reached"
+    assert len(report.kills) > 2, "points are reached"
     assert report.counts["acknowledged"] > 20 * ROUNDS
 
 

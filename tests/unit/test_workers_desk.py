@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.waiting import WAIT_S, wait
 from workers.adapters.desk import Desk
 
 
@@ -71,7 +72,7 @@ def test_a_task_that_breaks_is_answered_as_failed(desk: Desk[str]) -> None:
 def test_more_tasks_than_there_is_room_for_fail_at_once(desk: Desk[str]) -> None:
     """What waits is bounded, and room comes back with each answer."""
     gate = threading.Event()
-    held = [desk.submit(lambda: str(gate.wait(10.0)), "failed") for _ in range(2)]
+    held = [desk.submit(lambda: str(gate.wait(WAIT_S)), "failed") for _ in range(2)]
     shed = desk.submit(lambda: "fine", "failed")
     assert desk.take_all() == {shed: "failed"}
     gate.set()
@@ -82,13 +83,15 @@ def test_more_tasks_than_there_is_room_for_fail_at_once(desk: Desk[str]) -> None
 def test_a_closed_desk_has_ended_its_work_and_rings_no_more(desk: Desk[str], bell: Bell) -> None:
     """What ran is answered, what waited is not begun, and whoever comes later fails at once without a bell."""
     began, gate, late = threading.Event(), threading.Event(), []
-    running = desk.submit(lambda: str(began.set() or gate.wait(10.0)), "failed")
+    running = desk.submit(lambda: str(began.set() or gate.wait(WAIT_S)), "failed")
     desk.submit(lambda: str(late.append(1)), "failed")
-    assert began.wait(10.0)
+    assert began.wait(WAIT_S)
     closing = threading.Thread(target=desk.close)
     closing.start()
-    gate.set()
-    closing.join(10.0)
+    wait(lambda: desk._pool._shutdown, "end of the desk")
+    with desk._pool._shutdown_lock:  # whoever takes it before has dropped what waited
+        gate.set()
+    closing.join(WAIT_S)
     assert bell.closed
     assert not late
     after = desk.submit(lambda: "fine", "failed")
