@@ -18,6 +18,7 @@ import pytest
 from tests.support.byte_tokenizer import EOS, byte_ids, write_tokenizer
 from tests.support.fake_worker import FakeWorker, Memory
 from tests.support.gateway_stack import chat, wait_for
+from tests.support.waiting import WAIT_S
 
 TEXT = "0123456789" * 12
 
@@ -44,12 +45,12 @@ class Process:
             self.lines.append(json.loads(line) if line.startswith("{") else {"event": "not JSON", "text": line})
 
     def line(self, event: str) -> dict[str, Any]:
-        return wait_for(lambda: next((line for line in self.lines if line["event"] == event), None), 60)
+        return wait_for(lambda: next((line for line in self.lines if line["event"] == event), None))
 
     def stop(self) -> None:
         self.child.kill()
-        self.child.wait(10)
-        self._reader.join(10)
+        self.child.wait(WAIT_S)
+        self._reader.join(WAIT_S)
         assert self.child.stderr is not None
         self.child.stderr.close()
 
@@ -81,8 +82,9 @@ def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: P
         assert healthy["url"] == endpoints["url"] == f"http://{endpoints['listen']}"
         assert healthy["models"] == ["tiny"]
         assert "loopback only" in healthy["access"]
-        assert [line["event"] for line in process.lines] == ["gateway_ready"]
-        with httpx.Client(base_url=healthy["url"], timeout=30, trust_env=False, verify=False) as client:
+        told = [line["event"] for line in process.lines]
+        assert [event for event in told if event != "gateway_waiting"] == ["gateway_ready"], "a slow start is told of"
+        with httpx.Client(base_url=healthy["url"], timeout=WAIT_S, trust_env=False, verify=False) as client:
             assert client.get("/healthz").status_code == 200
             with client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
                 lines = answer.iter_lines()
@@ -90,7 +92,7 @@ def test_healthy_line_endpoints_and_drain(workers: list[FakeWorker], tmp_path: P
                 process.child.send_signal(number)
                 rest = "".join(lines)
             assert rest.endswith("data: [DONE]")
-        assert process.child.wait(20) == 0
+        assert process.child.wait(WAIT_S) == 0
         process.line("gateway_stopped")
         assert not (data / "endpoints.json").exists()
         assert not [line for line in process.lines if line["event"] == "not JSON"]

@@ -17,6 +17,7 @@ import pytest
 from tests.support.byte_tokenizer import EOS, byte_ids, write_tokenizer
 from tests.support.fake_worker import DEFAULT_ANSWER, Behaviour, FakeWorker
 from tests.support.gateway_stack import Stack, chat, running_stack, wait_for
+from tests.support.waiting import WAIT_S
 
 LONG = "abcdefghij" * 40
 
@@ -28,7 +29,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair_stack(directory: Path) -> Iterator[Stack]:
-    with running_stack(directory, prefill_workers=2, decode_workers=2, continue_s_max=0.5, event_s_max=1.0) as stack:
+    with running_stack(
+        directory, prefill_workers=2, decode_workers=2, continue_s_max=WAIT_S, event_s_max=WAIT_S
+    ) as stack:
         yield stack
 
 
@@ -140,47 +143,48 @@ def test_no_decode_worker_left_is_told(pairs: Stack, stream: bool) -> None:
         assert pairs.line(answer.headers["x-request-id"])["error"]
 
 
-def test_answer_fails_after_bounded_tries_and_a_resend_hits(pairs: Stack) -> None:
+def test_answer_fails_after_bounded_tries_and_a_resend_hits(directory: Path) -> None:
     """Workers that die at once every time: an error within the deadline; when they are well again the resend hits."""
-    long_answers([*pairs.prefill, *pairs.decode])
-    for worker in pairs.decode:
-        worker.behaviour.die_after = 0
     body = chat("resent prompt")
-    with pairs.client() as client:
+    with running_stack(directory, decode_workers=2, continue_s_max=0.5) as stack, stack.client() as client:
+        long_answers([*stack.prefill, *stack.decode])
+        for worker in stack.decode:
+            worker.behaviour.die_after = 0
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 502
-        assert sum(len(worker.decodes) for worker in pairs.decode) <= 8
-        for worker in pairs.decode:
+        assert sum(len(worker.decodes) for worker in stack.decode) <= 8
+        for worker in stack.decode:
             worker.behaviour.die_after = None
         wait_for(lambda: gauge(client, "decode") == 2)
         usage = client.post("/v1/chat/completions", json=body).json()["usage"]
         assert usage["prompt_cache_hit_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_silent_decode_worker_is_given_up(pairs: Stack) -> None:
+def test_silent_decode_worker_is_given_up(directory: Path) -> None:
     """A worker that accepts and then says nothing counts as lost after the event deadline; the answer goes on."""
-    long_answers([*pairs.prefill, *pairs.decode])
-    pairs.decode[0].behaviour.delay_s = 30.0
-    with pairs.client() as client:
+    with running_stack(directory, decode_workers=2, event_s_max=2.0) as stack, stack.client() as client:
+        long_answers([*stack.prefill, *stack.decode])
+        stack.decode[0].behaviour.delay_s = 10 * WAIT_S
         for _ in range(2):
             answer = client.post("/v1/chat/completions", json=chat()).json()
             assert answer["choices"][0]["message"]["content"] == LONG
-    assert pairs.decode[1].decodes
+        assert stack.decode[1].decodes
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_leave_a_worker_that_stands_still(directory: Path, role: str) -> None:
     """Neither its stream nor its polls answer any more: long before the longest silence another one goes on."""
-    with running_stack(directory, prefill_workers=2, decode_workers=2, stalled_s_max=1.0) as stack:
+    silence_s = 10 * WAIT_S
+    with running_stack(
+        directory, prefill_workers=2, decode_workers=2, stalled_s_max=2.0, event_s_max=silence_s
+    ) as stack:
         stalled = (stack.prefill if role == "prefill" else stack.decode)[0]
-        stalled.behaviour.silent, stalled.behaviour.delay_s = role == "prefill", 60.0
+        stalled.behaviour.silent, stalled.behaviour.delay_s = role == "prefill", silence_s
         with stack.client() as client, ThreadPoolExecutor(1) as pool:
-            began_s = time.monotonic()
             pending = pool.submit(client.post, "/v1/chat/completions", json=chat())
             wait_for(lambda: stalled.prefills or stalled.decodes)
             stalled.behaviour.deaf = True
-            assert pending.result(25).json()["choices"][0]["message"]["content"] == DEFAULT_ANSWER
-        assert time.monotonic() - began_s < 20
+            assert pending.result(WAIT_S).json()["choices"][0]["message"]["content"] == DEFAULT_ANSWER
 
 
 @pytest.mark.parametrize("fault", ["die_in_prefill", "wrong_reuse", "wrong_token"])
@@ -235,7 +239,7 @@ def test_busy_decode_workers_are_waited_for(pairs: Stack) -> None:
     helper.start()
     with pairs.client() as client:
         answer = client.post("/v1/chat/completions", json=chat())
-    helper.join()
+    helper.join(WAIT_S)
     assert answer.json()["choices"][0]["message"]["content"] == DEFAULT_ANSWER
 
 
@@ -284,7 +288,7 @@ def test_decode_only_in_the_space_of_prefill(pairs: Stack) -> None:
 
 def test_concurrent_requests_spread(pairs: Stack) -> None:
     """Requests at the same time go to different workers of a role."""
-    long_answers([*pairs.prefill, *pairs.decode], delay_s=0.003)
+    long_answers([*pairs.prefill, *pairs.decode], delay_s=1.0)
 
     def ask() -> None:
         with pairs.client() as client:
@@ -293,8 +297,10 @@ def test_concurrent_requests_spread(pairs: Stack) -> None:
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
+    wait_for(lambda: sum(len(worker.decodes) for worker in pairs.decode) == 8)
+    long_answers([*pairs.prefill, *pairs.decode])
     for thread in threads:
-        thread.join()
+        thread.join(WAIT_S)
     assert all(worker.decodes for worker in pairs.decode)
 
 
@@ -304,7 +310,7 @@ def test_concurrent_requests_spread(pairs: Stack) -> None:
 def raw_request(stack: Stack, body: dict[str, Any]) -> socket.socket:
     """A bare connection with a request on it, to be cut at will."""
     host, port = stack.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
@@ -394,7 +400,7 @@ def test_slow_body_times_out(directory: Path) -> None:
     """A client that sends its body a byte now and then is cut off at the deadline, with a 408."""
     with running_stack(directory, body_s_max=0.3) as stack:
         host, port = stack.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
             connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
@@ -418,19 +424,20 @@ def test_no_worker_is_503_until_one_comes(directory: Path) -> None:
 
 def test_killed_decode_worker_that_comes_back_continues(directory: Path) -> None:
     """The only decode worker is stopped in mid-answer and started again: the answer is complete and unchanged."""
-    with running_stack(directory, continue_s_max=10.0) as stack, stack.client() as client:
-        long_answers([*stack.prefill, *stack.decode], delay_s=0.003)
+    with running_stack(directory, continue_s_max=WAIT_S) as stack, stack.client() as client:
+        long_answers([*stack.prefill, *stack.decode], delay_s=0.05)
         decode = stack.decode[0]
 
         def restart() -> None:
             wait_for(lambda: decode.decodes)
-            time.sleep(0.2)
+            time.sleep(0.2)  # of the 20 s that it would take
             decode.stop()
+            decode.behaviour.delay_s = 0.0
             decode.start()
 
         helper = threading.Thread(target=restart)
         helper.start()
         answer = client.post("/v1/chat/completions", json=chat(stream=True))
-        helper.join()
+        helper.join(WAIT_S)
         assert text_of(answer.text.split("\n\n")) == LONG
         assert len(decode.decodes) == 2

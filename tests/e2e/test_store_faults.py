@@ -44,6 +44,7 @@ from tests.support.faults import FaultyFiles
 from tests.support.nodes import payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
+from tests.support.waiting import WAIT_S, wait
 
 SIZE = 60_000
 BATCH = 8
@@ -78,11 +79,11 @@ class Load:
         """Until so many more turns were taken, or all are."""
         with self._changed:
             until = self.turns + count
-            assert self._changed.wait_for(lambda: self.turns >= min(until, TURNS * len(self._threads)), 120)
+            assert self._changed.wait_for(lambda: self.turns >= min(until, TURNS * len(self._threads)), WAIT_S)
 
     def finish(self) -> None:
         for thread in self._threads:
-            thread.join(120)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
         assert self.wrong == []
         assert self.faults == []
@@ -147,18 +148,11 @@ class Bench:
             buffers = [bytearray(SIZE) for _ in names]
             assert client.get_into(self.space, names, buffers) == [GetStatus.OK] * BATCH
             assert buffers == [payload_of(name, SIZE) for name in names]
-        wait_for(lambda: self.node.stats()["leases"] == 0)
+        wait(lambda: self.node.stats()["leases"] == 0)
         stats = self.node.stats()
         assert stats["segments_failed"] == 0
         assert_balanced(self.node, self.folder / "data")
         return stats
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def assert_balanced(node: Node, data: Path) -> None:
@@ -298,24 +292,32 @@ def test_a_segment_that_lost_its_name_costs_its_blocks_only() -> None:
 
 
 class Slow(FaultyFiles):
-    """Every read takes ``read_s``."""
+    """Every read takes ``read_s``, and waits for as long as ``gate`` is closed; ``begun`` once one does."""
 
     read_s = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.gate.set()
+
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if not self.gate.is_set():
+            self.begun.set()
+            assert self.gate.wait(WAIT_S)
         time.sleep(self.read_s)
         return super().preadv(fd, views, offset)
 
 
 def test_a_slow_device_gives_what_it_can_by_the_deadline() -> None:
-    """Ten reads of 0.2 s in half a second: the first blocks are there, the others late, and no buffer is half full."""
+    """Ten reads of half a second in 2.5 s: the first blocks are there, the others late, and no buffer is half full."""
     files = Slow()
     with a_bench(files) as bench:
         names = list(a_chain(bench.space, 10).names)
         bench.node.put(bench.space, puts_of(names, SIZE), traffic_class=AGENT)
-        files.read_s = 0.2
+        files.read_s = 0.5
         buffers = [bytearray(SIZE) for _ in names]
-        statuses = bench.node.get_into(bench.space, names, buffers, deadline_s=0.5)
+        statuses = bench.node.get_into(bench.space, names, buffers, deadline_s=2.5)
         files.read_s = 0.0
         assert statuses[0] is GetStatus.OK
         assert statuses[-1] is GetStatus.DEADLINE
@@ -325,30 +327,30 @@ def test_a_slow_device_gives_what_it_can_by_the_deadline() -> None:
 
 
 def test_who_waits_for_a_slow_device_holds_up_nobody_else() -> None:
-    """One client's blocks must be read by the daemon and take seconds; the others look up and store meanwhile."""
+    """One client's blocks must be read by the daemon, which takes for ever; the others look up and store meanwhile."""
     files = Slow()
     with a_bench(files, codec="zstd") as bench, ExitStack() as stack:
         slow, quick = (stack.enter_context(client_of(bench.server.addresses[at])) for at in (0, 1))
         names = list(a_chain(bench.space, 6, seed=1).names)
         puts = [replace_payload(put, b"a text that shrinks " * 3000) for put in puts_of(names, SIZE)]
         bench.node.put(bench.space, puts, traffic_class=AGENT)
-        files.read_s = 0.5
+        files.gate.clear()
         done = threading.Event()
 
-        def wait() -> None:
-            slow.get_into(bench.space, names, [bytearray(SIZE) for _ in names], deadline_s=20)
+        def get() -> None:
+            slow.get_into(bench.space, names, [bytearray(SIZE) for _ in names], deadline_s=WAIT_S)
             done.set()
 
-        waiting = threading.Thread(target=wait)
+        waiting = threading.Thread(target=get)
         waiting.start()
-        time.sleep(0.1)
+        assert files.begun.wait(WAIT_S)
         assert quick.lookup(bench.space, names).prefix_blocks() == 6
         other = list(a_chain(bench.space, 4, seed=2).names)
         assert set(quick.put(bench.space, puts_of(other, SIZE), traffic_class=CHAT)) == {PutOutcome.STORED}
         assert quick.lookup(bench.space, other).prefix_blocks() == 4
         assert not done.is_set()
-        files.read_s = 0.0
-        waiting.join(30)
+        files.gate.set()
+        waiting.join(WAIT_S)
         assert done.is_set()
         bench.settle()
 
@@ -466,10 +468,10 @@ def test_a_client_that_is_killed_in_mid_put_leaves_nothing_behind(way: str) -> N
                 assert doomed.stdout.readline() == b"at work\n"
                 before = done(bench)
                 enough = before + 20 + 7 * turn
-                wait_for(lambda enough=enough: done(bench) > enough)
+                wait(lambda enough=enough: done(bench) > enough)
                 doomed.send_signal(signal.SIGKILL)
-        wait_for(lambda: bench.server.connections == 0)
-        wait_for(lambda: arenas_mapped() <= mapped)
+        wait(lambda: bench.server.connections == 0)
+        wait(lambda: arenas_mapped() <= mapped)
         assert admission.lent_bytes == 0
         for info in bench.node.scan()[0]:
             assert info.payload_bytes == SIZE
@@ -485,7 +487,7 @@ def test_a_client_that_never_gives_back_blocks_nobody_for_long() -> None:
     """It asks for extents over many segments and does nothing with them: puts go on in other segments, then its lease
     ends and what it was lent is recycled. (What it reads late, it does not believe: see the same-host tests.)
     """
-    with a_bench(lease_s=0.3) as bench:
+    with a_bench(lease_s=2.0) as bench:
         names = [name for seed in range(12) for name in a_chain(bench.space, BATCH, seed=seed).names]
         for at in range(0, len(names), BATCH):
             bench.node.put(bench.space, puts_of(names[at : at + BATCH], SIZE), traffic_class=AGENT)
@@ -497,7 +499,7 @@ def test_a_client_that_never_gives_back_blocks_nobody_for_long() -> None:
             hold.ask(Call(wire.Opcode.EXTENTS, body, bulk=True), take)
             assert bench.node.stats()["leases"] > 0
             fill(range(100, 110))
-            wait_for(lambda: bench.node.stats()["leases"] == 0)
+            wait(lambda: bench.node.stats()["leases"] == 0)
             fill(range(110, 140))
             assert bench.node.lookup(bench.space, names).prefix_blocks() == 0
 
@@ -511,7 +513,7 @@ def test_a_client_that_never_gives_back_blocks_nobody_for_long() -> None:
             lent.extend(fd for fd in channel.receive_descriptors(header.payload_bytes) if fd is not None)
 
         try:
-            link.converse(Call(wire.Opcode.GET, b"", bulk=True), time.monotonic() + 60, hold_on)
+            link.converse(Call(wire.Opcode.GET, b"", bulk=True), time.monotonic() + WAIT_S, hold_on)
         finally:
             link.close()
             for fd in lent:

@@ -20,7 +20,7 @@ from tests.support.checkpoints import checkpoint
 from workers.client import WorkerClient
 from workers.protocol import DecodeRequest, Finished, FirstToken, PrefillRequest
 
-START_S_MAX = 90.0
+START_S_MAX = 300.0
 PROMPT = [4 + (7 * index + index // 5) % 250 for index in range(150)]
 NOBODY = "127.0.0.1:9"
 
@@ -51,7 +51,7 @@ def worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, An
         yield process, json.loads((tmp_path / "endpoints.json").read_text())
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=START_S_MAX)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -16,6 +16,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tests.support.byte_tokenizer import EOS, VOCABULARY, byte_ids
+from tests.support.waiting import WAIT_S, wait
 from workers.protocol import (
     DECODE_PATH,
     LOAD_PATH,
@@ -113,18 +114,14 @@ class FakeWorker:
         self._server = server = uvicorn.Server(config)
         self._thread = threading.Thread(target=server.run, daemon=True)
         self._thread.start()
-        for _ in range(1000):
-            if server.started:
-                break
-            self._thread.join(0.01)
-        assert server.started, "the fake worker did not start"
+        wait(lambda: server.started, "start of the fake worker")
         self.port = server.servers[0].sockets[0].getsockname()[1]
         return self
 
     def stop(self) -> None:
         if self._server is not None and self._thread is not None:
             self._server.should_exit = self._server.force_exit = True
-            self._thread.join(10)
+            self._thread.join(WAIT_S)
             assert not self._thread.is_alive(), "the fake worker did not stop"
 
     def _app(self) -> FastAPI:
@@ -190,7 +187,7 @@ class FakeWorker:
     async def _prefill(self, request: PrefillRequest) -> AsyncIterator[Message]:
         behaviour = self.behaviour
         if behaviour.silent:
-            await asyncio.sleep(60)
+            await asyncio.sleep(10 * WAIT_S)
         if behaviour.die_in_prefill:
             raise ConnectionError("broken on purpose")
         reuse = self.memory.reuse(request)

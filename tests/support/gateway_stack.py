@@ -19,6 +19,7 @@ from gateway.config import GatewayConfig
 from gateway.fleet import Fleet
 from gateway.tenants import load_keys
 from tests.support.fake_worker import FakeWorker, Memory
+from tests.support.waiting import WAIT_S
 
 
 @dataclass(slots=True)
@@ -32,14 +33,14 @@ class Stack:
 
     def client(self, **headers: str) -> httpx.Client:
         # Plain HTTP: without ``verify=False`` every client would read the machine's certificates first.
-        return httpx.Client(base_url=self.url, timeout=30.0, headers=headers, trust_env=False, verify=False)
+        return httpx.Client(base_url=self.url, timeout=WAIT_S, headers=headers, trust_env=False, verify=False)
 
     def line(self, request_id: str) -> dict[str, Any]:
         """The log line of a request; it is written just after the last byte."""
         return wait_for(lambda: next((line for line in self.lines if line.get("request_id") == request_id), None))
 
 
-def wait_for(probe: Any, wait_s_max: float = 10.0) -> Any:
+def wait_for(probe: Any, wait_s_max: float = WAIT_S) -> Any:
     """The first true value of a probe."""
     until_s = time.monotonic() + wait_s_max
     while time.monotonic() < until_s:
@@ -76,7 +77,7 @@ def running_stack(
         config.prefill,
         config.decode,
         token=None,
-        event_s=30.0,
+        event_s=WAIT_S,
         now_s=time.monotonic,
         poll_s=config.poll_s,
         stalled_s=config.stalled_s_max,
@@ -103,7 +104,7 @@ def running_stack(
         yield stack
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(10)
+        thread.join(WAIT_S)
         for worker in (*workers, *decoders):
             worker.stop()
         assert not thread.is_alive(), "the gateway did not stop"

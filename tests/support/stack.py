@@ -20,9 +20,11 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.support.waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
-START_S_MAX = 150.0
-REQUEST_S_MAX = 90.0
+START_S_MAX = 300.0
+REQUEST_S_MAX = WAIT_S
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class Stack:
     def store(self) -> str:
         return f"unix:{self.child('store')['endpoints']['unix']}"
 
-    def wait(self, condition: Callable[[], bool], what: str, wait_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
         deadline_s = time.monotonic() + wait_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline_s:
@@ -183,7 +185,7 @@ class Stack:
         return reply
 
     def model(self) -> str:
-        response = httpx.get(f"{self.url}/v1/models", headers=self.headers(), timeout=10)
+        response = httpx.get(f"{self.url}/v1/models", headers=self.headers(), timeout=REQUEST_S_MAX)
         return str(response.raise_for_status().json()["data"][0]["id"])
 
     def reprise(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -194,7 +196,7 @@ class Stack:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=WAIT_S,
         )
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ class Stack:
         me = psutil.Process(self.process.pid)
         return [me, *me.children(recursive=True)]
 
-    def stop(self, wait_s: float = 60.0) -> int:
+    def stop(self, wait_s: float = WAIT_S) -> int:
         """SIGTERM; returns the exit status."""
         self.process.terminate()
         return self.process.wait(wait_s)

@@ -10,6 +10,7 @@ from starlette.types import Message
 
 from gateway.errors import ClientGone
 from gateway.streaming import EventStream, event, while_connected
+from tests.support.waiting import WAIT_S
 
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 
@@ -78,7 +79,7 @@ def test_client_that_is_gone_or_reads_nothing(leaves: bool) -> None:
         stream = EventStream(feed(), close, write_s_max=30.0 if leaves else 0.05)
         peer = Peer(3, leaves=leaves)
         with pytest.raises(ClientGone):
-            await asyncio.wait_for(stream(SCOPE, peer.receive, peer.send), 10)
+            await asyncio.wait_for(stream(SCOPE, peer.receive, peer.send), WAIT_S)
         assert closed == [True, True]
         assert len(peer.sent) == 3
 

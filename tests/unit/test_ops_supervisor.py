@@ -27,6 +27,7 @@ from ops.supervisor import (
     backoff_s,
     describe_exit,
 )
+from tests.support.waiting import WAIT_S
 
 CHILD = """
 import http.server, json, os, pathlib, sys, threading
@@ -80,7 +81,7 @@ class Running:
         self.state_path = tmp_path / "up.json"
         self.supervisor = Supervisor(children, state_path=self.state_path, facts={"model": "x"}, say=self.said.append)
 
-    def until(self, condition: Callable[[], bool], wait_s: float = 30.0) -> None:
+    def until(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
         deadline_s = time.monotonic() + wait_s
         while not condition():
             assert time.monotonic() < deadline_s, f"not in time; said: {self.said}"
@@ -226,7 +227,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-    gone, alive = psutil.wait_procs([child], timeout=10)
+    gone, alive = psutil.wait_procs([child], timeout=WAIT_S)
     assert gone
     assert not alive
 
