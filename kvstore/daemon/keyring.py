@@ -1,8 +1,8 @@
 """Where a daemon's cipher keys come from: a file, or what a command prints; read again while it runs.
 
 Owns their format and the reading. Does not know what is encrypted with them. Invariants: a file that others may read is
-refused; what cannot be used is logged and changes nothing, without telling a key; a command that does not end in time
-is killed.
+refused; what cannot be used is logged and changes nothing, without telling a key; a command that does not end in time,
+or while the daemon stops, is killed.
 
     [[keys]]
     tenant = "acme"     # whose blocks; without it: of everybody who has no key of his own
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import threading
 import tomllib
 from collections import defaultdict
@@ -26,6 +25,7 @@ from typing import Any
 
 from kvstore import limits
 from kvstore.daemon.cipher import CIPHER_KEY_BYTES, NUMBER_MAX, CipherKey, Keyring
+from kvstore.daemon.command import output_of
 from kvstore.daemon.secret_file import read_secret_file, stamp_of
 from kvstore.keys import tenant_salt
 
@@ -47,6 +47,7 @@ class KeyringSource:
         self._path = path
         self._command = tuple(command)
         self._stamp: tuple[int, ...] = ()
+        self._stopping = threading.Event()
 
     @property
     def every_s(self) -> float:
@@ -60,7 +61,11 @@ class KeyringSource:
         if self._path is not None:
             self._stamp = stamp_of(self._path)
             return read_keyring(self._path)
-        return run_command(self._command) if self._command else Keyring()
+        return run_command(self._command, stopping=self._stopping) if self._command else Keyring()
+
+    def stop(self) -> None:
+        """End a command that runs, and read no more: thread-safe."""
+        self._stopping.set()
 
     def changed(self) -> bool:
         """Whether it is worth reading again."""
@@ -83,6 +88,7 @@ class KeyringWatch:
 
     def stop(self) -> None:
         self._stopping.set()
+        self._source.stop()
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
@@ -93,7 +99,8 @@ class KeyringWatch:
         try:
             keyring = self._source.read()
         except ValueError as error:
-            log.warning("cipher_keys_kept: %s", error)
+            if not self._stopping.is_set():
+                log.warning("cipher_keys_kept: %s", error)
             return
         if keyring != self._keyring:
             self._keyring = keyring
@@ -116,17 +123,15 @@ def read_keyring(path: Path) -> Keyring:
         raise ValueError(f"the file of cipher keys {path} cannot be used: {error}") from error
 
 
-def run_command(command: Sequence[str], deadline_s: float = limits.CIPHER_COMMAND_S_MAX) -> Keyring:
+def run_command(
+    command: Sequence[str],
+    deadline_s: float = limits.CIPHER_COMMAND_S_MAX,
+    stopping: threading.Event | None = None,
+) -> Keyring:
     """The cipher keys that a command prints; its errors go to the daemon's log. Raises ValueError."""
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=deadline_s, check=False
-        )
-        if done.returncode:
-            raise ValueError(f"it exited with {done.returncode}")
-        return decode_keyring(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"the command of cipher keys {command[0]} did not end within {deadline_s:.0f} s") from None
+        printed = output_of(command, limits.CIPHER_KEYS_BYTES_MAX, deadline_s, stopping or threading.Event())
+        return decode_keyring(printed)
     except (OSError, ValueError) as error:
         raise ValueError(f"the command of cipher keys {command[0]} cannot be used: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvstore import limits
 from kvstore.daemon.cipher import CipherKey, Keyring
 from kvstore.daemon.keyring import KeyringSource, KeyringWatch, decode_keyring, read_keyring, run_command
 from kvstore.keys import tenant_salt
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, wait
 
 ONE, TWO = "11" * 32, "2f" * 32
 
@@ -122,6 +123,8 @@ def test_a_command_prints_keys(tmp_path: Path) -> None:
         ("import sys; sys.exit(3)", "exited with 3"),
         (f"print('{ONE}')", "not TOML"),
         ("import time; time.sleep(600)", "did not end within"),
+        ("import os, time; os.close(1); time.sleep(600)", "did not end within"),
+        ("while True: print('x' * 100)", "more than .* bytes"),
     ],
 )
 def test_a_command_that_fails_is_named_and_ends_in_time(program: str, complaint: str) -> None:
@@ -132,3 +135,26 @@ def test_a_command_that_fails_is_named_and_ends_in_time(program: str, complaint:
     assert time.monotonic() - began_s < WAIT_S
     with pytest.raises(ValueError, match="cannot be used"):
         run_command(["/nonexistent/command"])
+
+
+def test_a_daemon_that_stops_waits_for_no_command(tmp_path: Path) -> None:
+    """What the command started ends with it."""
+    told = tmp_path / "told"
+    program = f"sleep 600 & echo $! > {told}.new; mv {told}.new {told}; wait"
+    source = KeyringSource(command=("sh", "-c", program))
+    watch = KeyringWatch(source, Keyring(), lambda keyring: None)
+    refreshing = threading.Thread(target=watch.refresh)
+    refreshing.start()
+    wait(told.exists)
+    watch.stop()
+    refreshing.join(8)
+    assert not refreshing.is_alive()
+    wait(lambda: ended(int(told.read_text())))
+
+
+def ended(number: int) -> bool:
+    """Whether the process is gone, or only waits for somebody to hear of its end."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
