@@ -373,6 +373,22 @@ class Channel:
                 raise Unavailable("the peer closed the connection in the middle of a frame")
             at += got
 
+    def receive_within(self, view: memoryview, wait_s: float) -> int:
+        """As much of the view as comes in time, whatever the deadline; returns how much."""
+        deadline_s, self._deadline_s = self._deadline_s, self._monotonic() + wait_s
+        at = self._take_ahead(view)
+        try:
+            while at < len(view):
+                got = self._receive_some(view[at:], socket.MSG_WAITALL)
+                if got == 0:
+                    raise Unavailable("the peer closed the connection in the middle of a frame")
+                at += got
+        except DeadlineExceeded:
+            pass
+        finally:
+            self._deadline_s = deadline_s
+        return at
+
     def receive_parts(self, parts: list[memoryview]) -> None:
         """Fill all of the views from the peer, one after another; there are at most 1024."""
         while parts and self._ahead:

@@ -93,7 +93,7 @@ IN_FLIGHT_BYTES_MAX = 512 * MIB
 Overloaded.
 """
 PUT_BUFFER_BYTES = 32 * MIB
-"""A put is received and written in groups of this size, in reused buffers."""
+"""A put is received and written in groups of this size, in reused buffers: at once, or in chunks as it comes."""
 SEGMENT_BYTES_DEFAULT = 256 * MIB
 SEGMENT_BYTES_MIN = 1 * MIB
 SEGMENT_BYTES_MAX = 4 * GIB

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.daemon.cipher import Encryption
 from kvstore.daemon.codec import Codec, compress
+from kvstore.daemon.inflow import Inflow
 from kvstore.daemon.record import HEADER_BYTES, RECORD_ALIGN, RecordHeader, checksum_of
 from kvstore.daemon.segment import Segment
 from kvstore.keys import BlockKey, SpaceId
@@ -62,14 +63,35 @@ class Incoming:
     sure: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
-        return len(self.stored)
+        return len(self.keys)
+
+    @property
+    def lags(self) -> bool:
+        """Whether the bytes come too slowly to be waited for in a turn."""
+        return isinstance(self.stored, Inflow) and self.stored.lags
+
+    @property
+    def gone(self) -> int:
+        """Of how many of the first the bytes were taken as they came, so that they cannot be written again."""
+        return self.stored.gone if isinstance(self.stored, Inflow) else 0
+
+    def take(self, begin: int, end: int) -> Sequence[Buffer]:
+        """The bytes of some blocks, each taken once and in order; none if they are on their way and late."""
+        return self.stored.take(begin, end) if isinstance(self.stored, Inflow) else self.stored[begin:end]
+
+    def gather(self) -> None:
+        """Have all bytes in memory that are still on their way. Not within a turn."""
+        if isinstance(self.stored, Inflow):
+            self.stored.gather()
 
     def pick(self, positions: Sequence[int]) -> Incoming:
         """Some of the blocks, in the order of the positions."""
         return Incoming(
             self.rows[np.asarray(positions, dtype=np.int64)],
             [self.keys[at] for at in positions],
-            [self.stored[at] for at in positions],
+            self.stored[positions.start : positions.stop]
+            if isinstance(positions, range)
+            else [self.stored[at] for at in positions],
             frozenset(new for new, at in enumerate(positions) if at in self.altered),
             frozenset(new for new, at in enumerate(positions) if at in self.sure),
         )
@@ -105,7 +127,9 @@ class Incoming:
 
 
 class Arrived(Sequence[BlockPut]):
-    """The blocks of a put that came over a connection: columns already. ``payloads``: flat, as long as the rows say."""
+    """The blocks of a put that came over a connection: columns already. ``payloads``: flat, as long as the rows say;
+    maybe still on their way.
+    """
 
     __slots__ = ("payloads", "rows")
 
@@ -133,7 +157,7 @@ class Arrived(Sequence[BlockPut]):
         sizes = PUT_ROW.fields["payload_bytes"][1]  # type: ignore[index]
         bytes_out[:, : sizes + 4] = bytes_in[:, : sizes + 4]
         bytes_out[:, sizes + 4 : sizes + 9] = bytes_in[:, sizes : sizes + 5]
-        return Incoming(bytes_out.view(INCOMING_DTYPE)[:, 0], self.rows.keys(), list(self.payloads))
+        return Incoming(bytes_out.view(INCOMING_DTYPE)[:, 0], self.rows.keys(), self.payloads)
 
 
 def incoming(

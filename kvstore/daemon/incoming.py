@@ -8,12 +8,15 @@ says when to come again, so that outcome REFUSED is mostly for what waiting a li
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from kvstore import sharing, wire
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.columns import Arrived
+from kvstore.daemon.inflow import CHUNK_BYTES, Inflow
 from kvstore.daemon.metrics import ServerMetrics
 from kvstore.daemon.request import Request, neighbour_of
 from kvstore.errors import CapacityProtected, Overloaded, ProtocolError
@@ -23,6 +26,10 @@ from kvstore.traffic import TrafficClass
 
 ADMISSION_WAIT_S_MAX = 1.0
 """How long a request waits for room in memory; meanwhile its sender is held back by the socket."""
+STREAMS_MAX = 2
+"""Puts that are written as they come, at a time: as many as a client has connections. They take turns at the speed of
+their peers, so the others are received into memory beside them, as all were.
+"""
 
 
 class CheckedPuts(Protocol):
@@ -43,12 +50,13 @@ class CheckedPuts(Protocol):
 
 
 class IncomingPuts:
-    """Takes puts for one store. Stateless between requests."""
+    """Takes puts for one store. Of a request nothing is left once it is answered."""
 
     def __init__(self, backend: CheckedPuts, admission: Admission, metrics: ServerMetrics) -> None:
         self._backend = backend
         self._admission = admission
         self._metrics = metrics
+        self._streams = threading.BoundedSemaphore(STREAMS_MAX)
 
     def put(self, request: Request) -> None:
         asked = wire.decode_put(request.body)
@@ -86,17 +94,34 @@ class IncomingPuts:
         request.answer(wire.encode_confirm_reply(self._backend.confirm(space_id, keys, deadline_s=request.left_s())))
 
     def _put_group(self, request: Request, asked: wire.PutRequest, rows: wire.PutRows) -> list[PutOutcome]:
-        """Receive some blocks into one buffer and store them. Raises Overloaded, with the payload read past."""
-        size = sum(rows.sizes())
-        after = request.unread - size
+        """Receive some blocks and store them. Raises Overloaded, with the payload read past."""
+        sizes = rows.sizes()
+        after = request.unread - sum(sizes)
         try:
-            wait_s = min(request.left_s(), ADMISSION_WAIT_S_MAX)
-            with self._admission.buffer(size, wait_s, request.connection.party) as buffer:
-                request.receive_into(buffer)
-                return self._store(request, asked, rows, _cut(rows, buffer))
+            with ExitStack() as held:
+                if sum(sizes) > CHUNK_BYTES >= max(sizes) and self._streams.acquire(blocking=False):
+                    held.callback(self._streams.release)
+                    payloads: Sequence[memoryview] = self._inflow(request, sizes, held)
+                else:
+                    buffer = self._borrow(request, sum(sizes), held)
+                    request.receive_into(buffer)
+                    payloads = _cut(rows, buffer)
+                outcomes = self._store(request, asked, rows, payloads)
         except Overloaded:
             request.drop_payload(request.unread - after)
             raise
+        request.drop_payload(request.unread - after)
+        return outcomes
+
+    def _inflow(self, request: Request, sizes: Sequence[int], held: ExitStack) -> Inflow:
+        """Payloads of which the first few have come."""
+        chunk = self._borrow(request, CHUNK_BYTES, held)
+        return Inflow.start(request, sizes, chunk, lambda count: self._borrow(request, count, held))
+
+    def _borrow(self, request: Request, count: int, held: ExitStack) -> memoryview:
+        """Memory that is given back with all that is held. Raises Overloaded."""
+        wait_s = min(request.left_s(), ADMISSION_WAIT_S_MAX)
+        return held.enter_context(self._admission.buffer(count, wait_s, request.connection.party))
 
     def _store(
         self, request: Request, asked: wire.PutRequest, rows: wire.PutRows, payloads: Sequence[memoryview]

@@ -145,6 +145,13 @@ class Request:
         with self._waiting_for_peer():
             self.channel.receive_into(view)
 
+    def receive_within(self, view: memoryview, wait_s: float) -> int:
+        """As much of a view as comes in time; returns how much."""
+        with self._waiting_for_peer():
+            got = self.channel.receive_within(view, wait_s)
+        self.unread -= got
+        return got
+
     def receive_descriptor(self) -> int | None:
         """The descriptor attached to a payload of one byte, owned by the caller; None if there is none."""
         if self.unread != 1:

@@ -366,10 +366,18 @@ class Shard:
     def _put_some(
         self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, for_disk: bool, deadline_s: float
     ) -> list[PutOutcome]:
-        """How the first of the blocks ended, or all. Raises DeadlineExceeded."""
+        """How the first of the blocks ended, or all; none if their bytes did not come in time. Raises DeadlineExceeded,
+        or what their connection raises.
+        """
+        if blocks.lags:
+            blocks.gather()
         put, args = self._put, (space_id, blocks, class_byte, now_s)
         done = self._turns.beside(lambda alone: put.begin(*args, for_disk=for_disk, alone=alone), put.end, deadline_s)
+        if done is None and (gone := blocks.gone):  # they cannot be written elsewhere
+            self._ledger.counters.refused += gone
+            return [PutOutcome.REFUSED] * gone
         if done is None:
+            blocks.gather()
             with self._writing(deadline_s):
                 done = put.put(*args, for_disk=for_disk)
                 self._ledger.compact_if_due()

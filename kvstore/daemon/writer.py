@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvstore.daemon.columns import Incoming
 from kvstore.daemon.headers import Headers, headers_for, rows_of, seal_headers
 from kvstore.daemon.index import NO_ROWS, IndexRefused
+from kvstore.daemon.inflow import CHUNK_BYTES
 from kvstore.daemon.ledger import Ledger, Place
 from kvstore.daemon.presence import digest_words, fingerprint_of, key_words
 from kvstore.daemon.proofs import Proofs
@@ -34,15 +35,15 @@ from kvstore.daemon.record import (
     record_bytes,
 )
 from kvstore.daemon.segment import Segment
+from kvstore.errors import StoreError
 from kvstore.keys import BlockKey, SpaceId
-from kvstore.limits import MIB
 from kvstore.reclaim import expiry_day
 from kvstore.store import FLAG_APPROXIMATE, Buffer, Presence, PutOutcome
 from kvstore.traffic import ClassRules
 
 RUN_BLOCKS_MAX = 256
 """Blocks of one gather write: three buffers each stay below IOV_MAX."""
-WRITE_BYTES_MAX = 4 * MIB
+WRITE_BYTES_MAX = CHUNK_BYTES
 """Bytes of one gather write, unless a block has more. A kernel that caches files in large pieces makes them as large as
 a write, and large ones are read a tenth faster; beyond, the bytes leave the processor's cache before they are verified.
 """
@@ -106,11 +107,18 @@ class PutUnderWay:
         self.begin = 0
         self.headers: Headers
         self.intact: npt.NDArray[np.bool_] | None = None
-        """By block, whether what was written is what was submitted; None: nothing was, or not all."""
+        """By block, whether what was written is what was submitted; of the first only, where the others did not come in
+        time. None: a write failed.
+        """
+
+    @property
+    def written_bytes(self) -> int:
+        return int(self.batch.record_bytes[: len(self.intact)].sum()) if self.intact is not None else 0
 
     def write(self) -> None:
         """Gather writes of all that is to be stored, each verified at once, while it is in the processor's cache (all
-        at last takes three times as long); where one fails, no other follows.
+        at last takes three times as long); where one fails, no other follows. Raises what the connection raises from
+        which the bytes come; what was written before counts.
         """
         batch, segment = self.batch, self.segment
         everything = np.arange(len(batch.blocks))
@@ -121,14 +129,21 @@ class PutUnderWay:
             if not segment.takes_more:
                 raise OSError(errno.EIO, "what goes before was not written")
             for begin, end in _writes(batch.record_bytes):
-                parts, total_bytes = _parts(self.headers[begin:end], batch.blocks.stored[begin:end])
+                payloads = batch.blocks.take(begin, end)
+                if not payloads:
+                    break
+                parts, total_bytes = _parts(self.headers[begin:end], payloads)
                 segment.append_ahead(parts, total_bytes)
                 if batch.for_disk:
                     segment.hasten(segment.tail - total_bytes)
-                intact += _are_intact(batch.blocks, range(begin, end))
-            self.intact = np.array(intact)
+                intact += _are_intact(batch.blocks, range(begin, end), payloads)
         except OSError as error:
             log.error("records_not_written segment=%d problem=%r", segment.number, error)
+        except StoreError:
+            self.intact = np.array(intact, dtype=np.bool_)
+            raise
+        else:
+            self.intact = np.array(intact, dtype=np.bool_)
 
 
 class Writer:
@@ -206,7 +221,7 @@ class Writer:
             if not self._append(segment, parts, needed, for_disk):
                 self._ledger.segments.retire(segment)
                 continue
-            outcome = self._commit_one(header, all(_are_intact(blocks, [0])), segment)
+            outcome = self._commit_one(header, all(_are_intact(blocks, [0], blocks.stored)), segment)
             if outcome is not None:
                 return outcome
         return PutOutcome.REFUSED
@@ -264,21 +279,26 @@ class Writer:
         return PutUnderWay(batch, segment, parts)
 
     def end(self, put: PutUnderWay) -> list[PutOutcome] | None:
-        """Make what was written count. None if it does not, so that it has to be put again: nothing is left of it."""
-        batch, segment = put.batch, put.segment
+        """Make what was written count, of which the outcomes are; None if it does not, so that it has to be put again:
+        nothing is left of it.
+        """
+        batch, segment, written_bytes = put.batch, put.segment, put.written_bytes
         segment.promised_bytes -= batch.total_bytes
         self._busy -= put.parts
-        if put.intact is None or not segment.count(put.begin, batch.total_bytes):
+        if put.intact is not None and not len(put.intact):
+            return []
+        if put.intact is None or not segment.count(put.begin, written_bytes):
             if not segment.sealed:  # else one that went before has taken all back
                 self._ledger.counters.write_errors += 1
                 segment.take_back(segment.end)
                 self._ledger.segments.retire(segment)
             return None
-        self._ledger.counters.bytes_written += batch.total_bytes
-        if not self._commit(batch, np.arange(len(batch.blocks)), put.headers, put.intact, segment):
+        self._ledger.counters.bytes_written += written_bytes
+        done = len(put.intact)
+        if not self._commit(batch, np.arange(done), put.headers[:done], put.intact, segment):
             return None
-        self._count(batch.outcomes)
-        return batch.outcomes
+        self._count(batch.outcomes[:done])
+        return batch.outcomes[:done]
 
     # --- what to do with each block ---------------------------------------------------------------------------------
 
@@ -364,10 +384,11 @@ class Writer:
         intact: list[bool] = []
         for begin, end in _writes(batch.record_bytes[run]):
             positions = run[begin:end].tolist()
-            parts, total_bytes = _parts(headers[begin:end], [batch.blocks.stored[at] for at in positions])
+            payloads = [batch.blocks.stored[at] for at in positions]
+            parts, total_bytes = _parts(headers[begin:end], payloads)
             if not self._append(segment, parts, total_bytes, batch.for_disk):
                 break
-            intact += _are_intact(batch.blocks, positions)
+            intact += _are_intact(batch.blocks, positions, payloads)
         done = len(intact)
         if done and not self._commit(batch, run[:done], headers[:done], np.array(intact), segment):
             done = 0
@@ -519,10 +540,10 @@ def _parts(headers: Headers, stored: Sequence[Buffer]) -> tuple[list[Buffer], in
     return parts, total_bytes
 
 
-def _are_intact(blocks: Incoming, positions: Sequence[int]) -> list[bool]:
+def _are_intact(blocks: Incoming, positions: Sequence[int], payloads: Sequence[Buffer]) -> list[bool]:
     """Whether the bytes that were just written are those that were submitted (25 GB/s, and more from the cache)."""
-    sure, stored = blocks.sure, blocks.stored
     submitted = blocks.rows["checksum"][positions].tolist()
     return [
-        at in sure or checksum_of(stored[at]) == checksum for at, checksum in zip(positions, submitted, strict=True)
+        at in blocks.sure or checksum_of(payload) == checksum
+        for at, payload, checksum in zip(positions, payloads, submitted, strict=True)
     ]

@@ -236,6 +236,31 @@ def test_connecting_fails_by_name_or_by_deadline() -> None:
             channel.close()
 
 
+def test_what_comes_in_time_is_taken_and_the_rest_later() -> None:
+    """Bytes read ahead count, a deadline that was set stays, and a peer that closes is told from one that is late."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    channel.read_ahead(wire.HEADER_BYTES + 3)
+    channel.set_deadline(time.monotonic() + 60)
+    data = random.Random(1).randbytes(20)
+    theirs.sendall(wire.encode_frame(wire.Opcode.TOUCH, 1, b"", payload_bytes=20) + data[:10])
+    assert channel.receive_header() is not None
+    view = memoryview(bytearray(20))
+    assert channel.receive_within(view, 0.02) == 10
+    theirs.sendall(data[10:])
+    channel.receive_into(view[10:])
+    assert bytes(view) == data
+    channel.set_deadline(time.monotonic() - 1)
+    theirs.sendall(data)
+    assert channel.receive_within(view, 10.0) == 20
+    with pytest.raises(DeadlineExceeded):
+        channel.receive_into(view)
+    theirs.close()
+    with pytest.raises(Unavailable):
+        channel.receive_within(view, 10.0)
+    channel.close()
+
+
 @pytest.mark.parametrize("loopback", [True, False])
 def test_what_waits_in_a_socket_is_bounded_on_loopback_only(loopback: bool) -> None:
     """Elsewhere the kernel fits the buffer to the path, which may be long."""
