@@ -291,7 +291,7 @@ class StoreClient(ControlPlane):
                 for at, outcome in zip(positions, part.outcomes, strict=True):
                     outcomes[at] = outcome
 
-        failures = self._fleet.run(self._fleet.spread(send, names, sizes), ends_s)
+        failures = self._fleet.run(self._fleet.spread(send, names, sizes, cut_where_shared=False), ends_s)
         self._count("refused", outcomes.count(PutOutcome.REFUSED))
         self._count("too_large", outcomes.count(PutOutcome.TOO_LARGE))
         self._count("altered", outcomes.count(PutOutcome.ALTERED))

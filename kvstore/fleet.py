@@ -66,15 +66,26 @@ class Fleet:
         return self.links[node].converse(call, ends_s, talk)
 
     def spread(
-        self, work: Callable[[int, Sequence[int]], None], names: Sequence[BlockName], sizes: Sequence[int]
+        self,
+        work: Callable[[int, Sequence[int]], None],
+        names: Sequence[BlockName],
+        sizes: Sequence[int],
+        *,
+        cut_where_shared: bool = True,
     ) -> list[Callable[[], None]]:
-        """Jobs ``work(node, positions)`` that together cover the names, none larger than one call may be."""
+        """Jobs ``work(node, positions)`` that together cover the names, none larger than one call may be; unless
+        ``cut_where_shared``, a node on this host has one job, however large.
+        """
         if len(names) == 1:
             return [job(work, self.placement.owner(names[0].route) if len(self.links) > 1 else 0, range(1))]
         return [
             job(work, node, part)
             for node, owned in self.group(names).items()
-            for part in split(owned, sizes, self._share_bytes(node, _bytes_of(owned, sizes)))
+            for part in (
+                split(owned, sizes, self._share_bytes(node, _bytes_of(owned, sizes)))
+                if cut_where_shared or not self.links[node].shares
+                else [owned]
+            )
         ]
 
     def _share_bytes(self, node: int, total_bytes: int) -> int:

@@ -444,6 +444,7 @@ def test_an_arena_that_could_be_cut_short_is_not_mapped(tmp_path: Path) -> None:
 def test_a_put_goes_through_the_arena_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the parts that are under way hold, in sizes that do not divide them: every block comes back."""
     monkeypatch.setattr(submission, "PART_BYTES", 4 * limits.MIB)
+    monkeypatch.setattr(submission, "FIRST_BYTES", limits.MIB)
     with short_dir() as folder:
         config = NodeConfig(directories=(folder / "data",), capacity_bytes=64 * limits.MIB, segment_bytes=limits.MIB)
         node = Node.open(config, ManualClock(), TEST_RULES)

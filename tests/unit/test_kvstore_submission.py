@@ -102,11 +102,29 @@ def keys_of(batch: Submission, *positions: int) -> list[bytes]:
 
 def test_parts_have_at_most_their_bytes_or_one_block() -> None:
     """In order, without a gap; no block is cut."""
-    assert list(a_submission([]).parts()) == []
+    assert list(a_submission([]).parts(PART_BYTES)) == []
     sizes = [PART_BYTES, 1, PART_BYTES - 1, 1, PART_BYTES + 1, 1]
-    assert list(a_submission(sizes).parts()) == [[0], [1, 2], [3], [4], [5]]
-    many = list(a_submission([1] * (limits.BATCH_BLOCKS_MAX + 1)).parts())
+    assert list(a_submission(sizes).parts(PART_BYTES)) == [[0], [1, 2], [3], [4], [5]]
+    assert list(a_submission([1, 1, PART_BYTES - 1]).parts(1)) == [[0], [1, 2]]
+    many = list(a_submission([1] * (limits.BATCH_BLOCKS_MAX + 1)).parts(PART_BYTES))
     assert [len(part) for part in many] == [limits.BATCH_BLOCKS_MAX, 1]
+
+
+def test_a_batch_that_is_large_begins_with_a_small_part() -> None:
+    """The daemon can begin while most of the batch is still to be prepared; a smaller one is not cut for that."""
+    block = limits.MIB
+    arena, fd = Arena.create()
+    try:
+        counts = [submission.EARLY_BYTES // block, submission.EARLY_BYTES // block - 1]
+        large, small = (FakeHold([[STORED]] * 4, arena) for _ in counts)
+        for hold, count in zip((large, small), counts, strict=True):
+            with pytest.raises(ProtocolError):
+                hold.put(a_submission([block] * count))
+    finally:
+        arena.close()
+        os.close(fd)
+    assert len(large.sent[0][1]) == submission.FIRST_BYTES // block
+    assert len(large.sent[1][1]) == len(small.sent[0][1]) == PART_BYTES // block
 
 
 def test_some_parts_are_under_way_at_once_and_no_more() -> None:
