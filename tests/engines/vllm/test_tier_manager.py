@@ -23,6 +23,7 @@ from kvstore.store import GetStatus, PutOutcome
 from kvstore.traffic import AGENT, CHAT
 from ops.bench.tier_drive import TIER_MODULE, WEIGHTS_DIGEST, Drive, open_drive
 from tests.support.store_process import StoreProcess
+from tests.support.waiting import WAIT_S
 from workers.adapters import pinned_puts
 from workers.adapters.attachment import OptionError
 
@@ -165,7 +166,7 @@ def test_class_and_tenant_come_from_the_request(open_tier: Open, node: StoreProc
     assert recall(drive, keys, reprise_tenant="alice", reprise_class="chat") == 3
     client = StoreClient.connect([node.address])
     space = drive.tier._attachment.spaces.of("alice").id
-    ends_s = time.monotonic() + 10.0
+    ends_s = time.monotonic() + WAIT_S
     while any(set(block.touches) != {AGENT, CHAT} for block in client.scan(space)[0]):
         assert time.monotonic() < ends_s, "the use by the other class was not counted"
         time.sleep(0.01)
@@ -213,7 +214,7 @@ def test_it_connects_before_the_first_request(open_tier: Open, monkeypatch: pyte
     asked = threading.Event()
     monkeypatch.setattr(StoreClient, "lookup", lambda *args, **kwargs: asked.set())
     open_tier()
-    assert asked.wait(10.0)
+    assert asked.wait(WAIT_S)
 
 
 def test_a_store_that_is_down_costs_misses_and_sheds_stores(open_tier: Open, tmp_path: Path) -> None:
@@ -237,23 +238,25 @@ def test_a_store_that_is_down_costs_misses_and_sheds_stores(open_tier: Open, tmp
 
 def test_a_look_up_that_hangs_is_a_miss_at_its_deadline(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler is answered RETRY meanwhile, at once, however long the store takes."""
-    drive, keys = open_tier(lookup_deadline_s=0.2), fresh_keys(2)
+    drive, keys = open_tier(lookup_deadline_s=2.0), fresh_keys(2)
     keep(drive, keys)
-    real = StoreClient.lookup
+    real, go_on, ended = StoreClient.lookup, threading.Event(), threading.Event()
 
     def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.6)
-        return real(self, *args, **kwargs)
+        go_on.wait(WAIT_S)
+        found = real(self, *args, **kwargs)
+        ended.set()
+        return found
 
     monkeypatch.setattr(StoreClient, "lookup", slow)
     request = drive.request()
-    began_s = time.monotonic()
     assert drive.step([(request, keys)]) == [[LookupResult.RETRY] * 2]
     assert drive.look_up([(request, keys)]) == [0]
-    assert time.monotonic() - began_s < 0.55, "it waited for the store"
     drive.finish(request)
     monkeypatch.undo()
-    time.sleep(0.7)
+    assert not ended.is_set(), "it waited for the store"
+    go_on.set()
+    assert ended.wait(WAIT_S)
     assert recall(drive, keys) == 2, "another request asks anew"
 
 
@@ -291,7 +294,7 @@ def test_a_block_that_was_deleted_meanwhile_is_a_miss(open_tier: Open, node: Sto
     drive, keys = open_tier(), fresh_keys(2)
     keep(drive, keys)
     request = drive.request()
-    ends_s = time.monotonic() + 10.0
+    ends_s = time.monotonic() + WAIT_S
     while drive.tier.lookup(keys[0], request) is LookupResult.RETRY:
         drive.tier.on_schedule_end(None)
         assert not list(drive.tier.get_finished_jobs())
@@ -306,10 +309,11 @@ def test_a_block_that_was_deleted_meanwhile_is_a_miss(open_tier: Open, node: Sto
 
 def test_an_overloaded_store_sheds_stores_and_serves_loads(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk refuses what comes: stores pause, what is stored is served, and once there is room all goes on."""
-    monkeypatch.setattr(pinned_puts, "PAUSE_S_MIN", 0.2)
     drive, keys, more = open_tier(), fresh_keys(2), fresh_keys(2)
     keep(drive, keys)
     real, calls = StoreClient.put, []
+    monkeypatch.setattr(pinned_puts, "PAUSE_S_MIN", 10 * WAIT_S)
+    monkeypatch.setattr(pinned_puts, "PAUSE_S_MAX", 10 * WAIT_S)
 
     def refuse(self: Any, space: Any, blocks: Any, **kwargs: Any) -> list[PutOutcome]:
         calls.append(len(blocks))
@@ -322,7 +326,7 @@ def test_an_overloaded_store_sheds_stores_and_serves_loads(open_tier: Open, monk
     assert recall(drive, keys) == 2
     assert recall(drive, more) == 0
     monkeypatch.setattr(StoreClient, "put", real)
-    time.sleep(0.25)
+    drive.tier._puts._paused_until_s = 0.0
     keep(drive, more)
     assert recall(drive, more) == 2
 
@@ -369,7 +373,7 @@ def test_what_was_not_stored_is_offered_again(open_tier: Open, monkeypatch: pyte
         drive.settle()
     drive.finish(request)
     monkeypatch.setattr(StoreClient, "put", real)
-    ends_s = time.monotonic() + 10.0
+    ends_s = time.monotonic() + WAIT_S
     while drive.tier._missed:
         assert time.monotonic() < ends_s
         time.sleep(0.01)
@@ -400,7 +404,7 @@ def test_what_is_refused_for_good_is_let_go(open_tier: Open, monkeypatch: pytest
         drive.finish(request)
         if drops:
             drive.forget()
-        ends_s = time.monotonic() + 10.0
+        ends_s = time.monotonic() + WAIT_S
         while drive.tier._missed:
             assert time.monotonic() < ends_s
             time.sleep(0.01)
@@ -413,8 +417,8 @@ def test_a_store_never_holds_more_than_half_of_the_primary_tier(
 ) -> None:
     """A slow store must not keep vLLM from evicting: what waits beyond that is shed, and told at once."""
     drive = open_tier()
-    real = StoreClient.put
-    monkeypatch.setattr(StoreClient, "put", lambda *args, **kwargs: time.sleep(0.3) or real(*args, **kwargs))
+    real, go_on = StoreClient.put, threading.Event()
+    monkeypatch.setattr(StoreClient, "put", lambda *args, **kwargs: go_on.wait(WAIT_S) and real(*args, **kwargs))
     requests = [drive.request() for _ in range(8)]
     for request in requests:
         keys = fresh_keys(5)
@@ -423,6 +427,7 @@ def test_a_store_never_holds_more_than_half_of_the_primary_tier(
         drive.step()
     held = sum(len(job.transfer_job.keys) for job in drive.manager._jobs.values())
     assert 0 < held <= CHUNKS // 2
+    go_on.set()
     drive.settle()
     assert drive.manager.get_stats().reduce()["vllm:kv_offload_reprise_blocks:('store_shed',)"] == CHUNKS // 2
     drive.finish(*requests)
@@ -470,7 +475,7 @@ def test_a_node_that_is_killed_and_comes_back_costs_misses_only(tmp_path: Path, 
         assert recall(drive, keys) == 0
         keep(drive, more)
         store.begin()
-        ends_s = time.monotonic() + 30.0
+        ends_s = time.monotonic() + WAIT_S
         while recall(drive, keys) < 6:
             assert time.monotonic() < ends_s
             drive.forget()

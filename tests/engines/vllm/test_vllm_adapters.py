@@ -16,11 +16,12 @@ from vllm.lora.request import LoRARequest
 from ops.bench.attach_engine import Engine
 from tests.support.attached_engine import checkpoint, connector, engine, prompt
 from tests.support.store_process import StoreProcess
+from tests.support.waiting import WAIT_S
 
 LENGTH = 320
 ANSWER_TOKENS = 8
 RANK = 4
-SETTLE_S = 20.0
+SETTLE_S = WAIT_S
 OPTIONS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "enable_prefix_caching": False}
 
 
