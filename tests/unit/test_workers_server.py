@@ -290,6 +290,8 @@ def test_a_client_that_cannot_be_told_costs_one_line_at_the_end_of_the_drain(
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as idle:
         idle.sendall(b"POST /v1/prefill HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
         wait(lambda: running.server.server_state.tasks, "request")
+        # It was begun, and waits for its body: the loop has come round to somebody who came later.
+        assert httpx.get(f"http://{running.address}/healthz", trust_env=False, timeout=WAIT_S).status_code == 200
         running.server.handle_exit(signal.SIGTERM, None)
         running._thread.join(WAIT_S)
     assert not running._thread.is_alive()
