@@ -30,7 +30,7 @@ from kvstore.errors import (
     StoreError,
     VersionMismatch,
 )
-from kvstore.fleet import LOUD, Fleet, first, job, raise_loud
+from kvstore.fleet import GET_CALL_BYTES, LOUD, Fleet, first, job, raise_loud
 from kvstore.framing import parse_address
 from kvstore.keys import BlockName, Space, SpaceId, StateName, encode_space, space_id
 from kvstore.link import Call, NodeLink, Talk, new_hello
@@ -199,7 +199,9 @@ class StoreClient(ControlPlane):
                     for at, status in zip(positions, scatter.statuses, strict=True):
                         statuses[at] = status
 
-        failures = self._fleet.run(self._fleet.spread(get, names, list(map(len, views))), ends_s)
+        failures = self._fleet.run(
+            self._fleet.spread(get, names, list(map(len, views)), call_bytes=GET_CALL_BYTES), ends_s
+        )
         self._count("blocks_got", statuses.count(GetStatus.OK))
         self._count("late", statuses.count(GetStatus.DEADLINE))
         self._count("unreachable", statuses.count(GetStatus.UNREACHABLE))
