@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 _PAGE = 1024
 _PAGE_OF_LOCK = 256
 """Blocks that are forgotten under one hold of the lock: about a millisecond."""
-_LIFE_DTYPE = np.dtype([("status", "u1"), ("generation", "<u8"), ("file", "<u4")])
 _GONE = np.zeros((), extents.ROW)
 _GONE["status"] = MISS
 
@@ -113,11 +112,26 @@ class Taken:
         """How many runs of records, each right behind the one before, some of the blocks make in whatever order."""
         if len(where) == 1:
             return int(where[0])
-        rows = self.rows[where]
-        places = rows["segment"].astype(np.uint64) << np.uint64(32) | rows["offset"]  # offsets are below 2^32
-        order = np.argsort(places)
-        begins, ends = places[order], (places + self.record_bytes[where])[order]
-        return len(begins) - int(np.count_nonzero(begins[1:] == ends[:-1]))
+        places = self.rows["segment"].astype(np.uint64)
+        places <<= np.uint64(32)
+        places |= self.rows["offset"]  # offsets are below 2^32
+        begins, ends = places[where], (places + self.record_bytes)[where]
+        return len(begins) - len(set(begins.tolist()).intersection(ends.tolist()))
+
+    def forget_gone(self) -> None:
+        """Of blocks whose file vanished, nothing is told but that."""
+        gone = self.rows["status"] != LENT
+        self.rows[gone] = _GONE
+        for column in (self.record_bytes, self.payload_bytes, self.codec):
+            column[gone] = 0
+
+    def spread(self, at: Slots, count: int) -> Taken:
+        """The same among so many keys, at these positions."""
+        taken = Taken.nothing(count)
+        taken.rows[at], taken.record_bytes[at] = self.rows, self.record_bytes
+        taken.payload_bytes[at], taken.codec[at] = self.payload_bytes, self.codec
+        taken.leases.update(self.leases)
+        return taken
 
 
 def _taken_one(place: Place | None) -> Taken:
@@ -217,46 +231,38 @@ class Ledger:
         if len(keys) == KEY_BYTES:
             return _taken_one(self.take_one(space_id, BlockKey(keys), TokenDigest(token_digests), now_s))
         words, digests = key_words(keys), digest_words(token_digests)
-        taken = Taken.nothing(len(words))
+        leases: dict[Segment, int] = {}
         with self.lock:
             presence, shapes = self.presence, self.presence.shapes
             slots = presence.slots(words)
             served = presence.served(slots, words, space_id, digests, now_s)
             if shapes.any_locked:
                 self.counters.key_missing += int(np.count_nonzero(presence.locked(slots[slots >= 0])))
-            all_served = len(served) == len(slots)
-            slots = slots if all_served else slots.take(served)
-            segments, offsets = presence.segments_of(slots), presence.offsets_of(slots)
-            record_bytes, shape = presence.record_bytes_of(slots), presence.shape_of(slots)
-            payload_bytes = shapes.payload_bytes.take(shape)
-            codec, flags = shapes.codec.take(shape), shapes.flags.take(shape)
-            lives = self._lease(segments, taken.leases)
-        at = slice(None) if all_served else served
-        rows = taken.rows
-        for name in ("status", "generation", "file"):
-            rows[name][at] = lives[name]
-        rows["segment"][at], rows["offset"][at], rows["flags"][at] = segments, offsets, flags
-        taken.record_bytes[at], taken.payload_bytes[at], taken.codec[at] = record_bytes, payload_bytes, codec
-        gone = np.asarray(served)[lives["status"] != LENT]
-        if len(gone):
-            for column in (taken.record_bytes, taken.payload_bytes, taken.codec):
-                column[gone] = 0
-            rows[gone] = _GONE
-        return taken
+            if len(served) < len(words):
+                slots = slots.take(served)
+            shape = presence.shape_of(slots)
+            rows = self._lease(presence.segments_of(slots), leases)
+            rows["offset"], rows["flags"] = presence.offsets_of(slots), shapes.flags.take(shape)
+            record_bytes = presence.record_bytes_of(slots).astype(np.uint32)
+            taken = Taken(rows, record_bytes, shapes.payload_bytes.take(shape), shapes.codec.take(shape), leases)
+        if not taken.found.all():
+            taken.forget_gone()
+        return taken if len(served) == len(words) else taken.spread(served, len(words))
 
-    def _lease(self, segments: npt.NDArray[np.uint32], leases: dict[Segment, int]) -> npt.NDArray[np.void]:
-        """Lease each segment as often as it is named, and say so in ``leases``; returns the lives, in that order.
+    def _lease(self, segments: npt.NDArray[np.uint32], leases: dict[Segment, int]) -> extents.Rows:
+        """Lease each segment as often as it is named, and say so in ``leases``; returns what its rows have in common,
+        in that order.
 
         The lock is held.
         """
         numbers = segments.tolist()
         counts = Counter(numbers)
-        lives = np.zeros(len(counts), _LIFE_DTYPE)
+        lives = np.zeros(len(counts), extents.ROW)
         lives["status"] = MISS
         for at, (number, count) in enumerate(counts.items()):
             segment = self.segments.segments.get(number)
             if segment is not None:  # a file that vanished is let go before its rows
-                lives[at] = (LENT, segment.header.generation, len(leases))
+                lives[at] = (segment.header.generation, 0, number, len(leases), LENT, 0, b"")
                 segment.leases += count
                 leases[segment] = count
         which = dict(zip(counts, range(len(counts)), strict=True))

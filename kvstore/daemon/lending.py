@@ -54,11 +54,11 @@ class Loan:
     ``rows``: one a block; ``file`` counts the loan's own ``files``. ``payload_bytes`` and ``codecs``: one a block.
     """
 
-    def __init__(self, count: int) -> None:
-        self.rows: Rows = np.zeros(count, ROW)
-        self.rows["status"] = MISS
-        self.payload_bytes = np.zeros(count, np.uint32)
-        self.codecs = np.zeros(count, np.uint8)
+    def __init__(self, taken: Taken) -> None:
+        """``taken``: where the blocks lie, all of them, or nothing yet (see ``add``)."""
+        self.rows: Rows = taken.rows
+        self.payload_bytes = taken.payload_bytes
+        self.codecs = taken.codec
         self.files: list[Life] = []
         self.answering: Answering | None = None
         """Of a loan that its reader ends as soon as it has read."""
@@ -66,13 +66,12 @@ class Loan:
         self._lock = threading.Lock()
 
     def add(self, lender: Lender, positions: npt.NDArray[np.intp] | None, taken: Taken) -> None:
-        """Take over what a lender lent, for the blocks at these positions (None: for all)."""
+        """Take over what a lender lent, for the blocks at these positions (None: it is what the loan was made of)."""
         self._owed.append((lender, taken))
         if self.files:
             taken.rows["file"][taken.found] += len(self.files)
         self.files += [(segment, segment.header.generation) for segment in taken.leases]
         if positions is None:
-            self.rows, self.payload_bytes, self.codecs = taken.rows, taken.payload_bytes, taken.codec
             return
         self.rows[positions], self.payload_bytes[positions] = taken.rows, taken.payload_bytes
         self.codecs[positions] = taken.codec
@@ -96,7 +95,8 @@ class Loan:
 
     def refuse_other_sizes(self, wanted_bytes: npt.NDArray[np.uint32]) -> None:
         """Lend only blocks of the lengths that are asked for."""
-        self.end((self.rows["status"] == LENT) & (self.payload_bytes != wanted_bytes), WRONG_SIZE)
+        if not (self.payload_bytes == wanted_bytes).all():
+            self.end((self.rows["status"] == LENT) & (self.payload_bytes != wanted_bytes), WRONG_SIZE)
 
     def end(self, where: npt.NDArray[np.bool_] | int, status: int) -> None:
         """Lend these blocks no longer; the leases on their segments stay until the loan is closed."""
@@ -168,12 +168,15 @@ _NONE["status"] = np.arange(len(_NONE))
 
 def lend(homes: Mapping[Lender, Sequence[int]], space_id: SpaceId, names: PackedNames, now_s: float) -> Loan:
     """A loan of blocks that lie with one lender or several: ``homes`` has the positions of each one's."""
-    loan = Loan(len(names))
+    if len(homes) == 1:
+        (lender,) = homes
+        taken = lender.lend(space_id, names.keys, names.token_digests, now_s)
+        loan = Loan(taken)
+        loan.add(lender, None, taken)
+        return loan
+    loan = Loan(Taken.nothing(len(names)))
     try:
         for lender, positions in homes.items():
-            if len(homes) == 1:
-                loan.add(lender, None, lender.lend(space_id, names.keys, names.token_digests, now_s))
-                continue
             at = np.array(positions, np.intp)
             keys = np.frombuffer(names.keys, "V32")[at].tobytes()
             digests = np.frombuffer(names.token_digests, "V16")[at].tobytes()
@@ -219,8 +222,9 @@ class Neighbour:
         The loan before it ends here; so does this one if there is nothing to read.
         """
         self._replace(loan, until_s)
-        loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
-        lent = np.flatnonzero(loan.rows["status"] == LENT)
+        if loan.codecs.any():
+            loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
+        lent = (loan.rows["status"] == LENT).nonzero()[0]
         if not len(lent):
             self.release()
             return loan.rows, False, []

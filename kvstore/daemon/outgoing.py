@@ -16,6 +16,7 @@ import numpy as np
 
 from kvstore import extents, wire
 from kvstore.daemon.admission import Admission, Party
+from kvstore.daemon.ledger import Taken
 from kvstore.daemon.lending import Loan, LoanOfOne
 from kvstore.daemon.load import LoadRate
 from kvstore.daemon.metrics import ServerMetrics
@@ -148,12 +149,13 @@ class Outgoing:
     def _loan(self, asked: wire.GetRequest) -> Loan:
         """What lies in files; of another kind of store, nothing does and everything is to be made."""
         if self._files is None:
-            loan = Loan(len(asked.names))
+            loan = Loan(Taken.nothing(len(asked.names)))
             loan.rows["status"] = ASK
             return loan
         loan = self._files.lend(asked.space_id, asked.names)
         loan.refuse_other_sizes(np.array(asked.wanted_bytes, np.uint32))
-        loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
+        if loan.codecs.any():
+            loan.end((loan.rows["status"] == LENT) & (loan.codecs != CODEC_NONE), ASK)
         return loan
 
     def _make(self, held: ExitStack, asked: wire.GetRequest, loan: Loan, party: Party) -> dict[int, Made]:

@@ -199,17 +199,15 @@ class PresenceMap:
 
     def served(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words, now_s: float) -> Slots:
         """Positions of the keys asked that hold a living row of this space and token digest, and that can be read."""
-        found = self._same(slots, words, space_id, digests)
-        places: Slots = found[self.alive(slots.take(found), now_s)]
-        return places[~self.locked(slots.take(places))] if self.shapes.any_locked else places
-
-    def _same(self, slots: Slots, words: Words, space_id: SpaceId, digests: Words) -> Slots:
-        """Positions where ``matches`` is true; the work is that for the slots that are one."""
-        found: Slots = (slots >= 0).nonzero()[0]
-        if found.size < len(slots):
-            slots, words, digests = slots[found], words[found], digests[found]
-        same = self.matches(slots, words, space_id, digests) if found.size else np.zeros(0, bool)
-        return found if same.all() else found[same]
+        here = slots >= 0
+        found = None if here.all() else here.nonzero()[0]
+        if found is not None:
+            slots, words, digests = slots.take(found), words[found], digests[found]
+        good = self.matches(slots, words, space_id, digests)
+        good &= self.alive(slots, now_s)
+        if self.shapes.any_locked:
+            good &= ~self.locked(slots)
+        return good.nonzero()[0] if found is None else found[good]
 
     # columns of given slots
 

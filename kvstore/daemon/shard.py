@@ -292,12 +292,13 @@ class Shard:
         """
         taken = self._ledger.take_many(space_id, keys, token_digests, now_s)
         found = taken.found
-        plain = found & (taken.codec == Codec.NONE)  # the others are counted when they are opened
+        plain = found & (taken.codec == Codec.NONE) if taken.codec.any() else found  # others count when they are opened
+        sizes = taken.payload_bytes if plain is found else taken.payload_bytes[plain]
         counters = self._ledger.counters
         counters.hits += int(np.count_nonzero(plain))
         counters.misses += len(found) - int(np.count_nonzero(found))
         counters.extents_read += taken.runs(plain)
-        counters.bytes_read += int(taken.payload_bytes[plain].sum(dtype=np.int64))
+        counters.bytes_read += int(sizes.sum(dtype=np.int64))
         return taken
 
     def give_back(self, taken: Taken) -> None:
