@@ -25,7 +25,9 @@ WORD_MAX = 2**64 - 1
 _FEW = 8
 """Chains that are walked one by one: a step for many costs as much as some tens of steps for one."""
 _RUN_MIN = 32
-"""Rows: to find the first of a run and to compare the rest costs as much as following the chains of so many."""
+"""Rows: after a shorter run the rest is found without looking for more, since a run costs as much as the chains of so
+many.
+"""
 _BUCKETS_FIRST = 1024
 _ROWS_FIRST = 1024
 _WORD_BITS = np.uint64(29)
@@ -75,6 +77,8 @@ class FingerprintTable:
 
     def find(self, fingerprints: Words) -> Slots:
         """The slot of each fingerprint, or -1. The first are found in runs, as far as they lie in such."""
+        if len(fingerprints) <= _FEW:
+            return np.array([self.find_one(each) for each in fingerprints.tolist()], np.int64)
         runs = self._runs(fingerprints)
         if not runs:
             return self._find_by_chains(fingerprints)
@@ -88,8 +92,8 @@ class FingerprintTable:
         of a prompt do that were stored together. They cost a twentieth of what following their chains does.
         """
         runs: list[Slots] = []
-        begin = 0
-        while (count := len(fingerprints) - begin) >= _RUN_MIN:
+        begin, length = 0, _RUN_MIN
+        while length >= _RUN_MIN and (count := len(fingerprints) - begin) > 1:
             first = self.find_one(fingerprints.item(begin))
             here = self.fingerprints[first : first + count] if first >= 0 else fingerprints[:0]
             if len(here) < 2 or here.item(1) != fingerprints.item(begin + 1):
@@ -97,8 +101,6 @@ class FingerprintTable:
             wrong = here != fingerprints[begin : begin + len(here)]
             wrong |= here == 0
             length = int(wrong.argmax()) if wrong.any() else len(here)
-            if length < _RUN_MIN:
-                break
             runs.append(np.arange(first, first + length))
             begin += length
         return runs
