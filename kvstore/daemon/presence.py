@@ -176,22 +176,26 @@ class PresenceMap:
         """``Presence``, flags and payload bytes of each key asked; flags and bytes are 0 where it is not PRESENT."""
         slots, count, shapes = self.slots(words), len(words), self.shapes
         here = slots >= 0
-        presence, flags = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
-        payload_bytes = np.zeros(count, np.uint32)
-        if here.any():  # what a slot of -1 gives below counts for nothing
+        if not here.any():
+            presence, flags = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+            payload_bytes = np.zeros(count, np.uint32)
+        else:  # what a slot of -1 gives below counts for nothing
             shape = self._shape.take(slots)
-            same = here & (shapes.space.take(shape) == shapes.space_number(space_id))
-            same &= self._checks.take(slots) == self._check(words, digests)
-            alive = self.alive(slots, now_s) & same
-            presence = np.where(alive, _PRESENT, _EXPIRED)
-            presence *= same
+            flags, payload_bytes = shapes.flags.take(shape), shapes.payload_bytes.take(shape)
+            same = self._checks.take(slots) == self._check(words, digests)
+            same &= shapes.space.take(shape) == shapes.space_number(space_id)
+            same &= here
+            alive = self.alive(slots, now_s)
+            alive &= same
+            presence = np.full(count, _PRESENT)
+            if not alive.all():
+                presence = np.where(alive, _PRESENT, _EXPIRED)
+                presence *= same
+                flags *= alive
+                payload_bytes *= alive
             if shapes.any_locked:
                 locked = alive & shapes.locked.take(shape)
-                presence[locked] = _PURGED
-                alive &= ~locked
-            flags, payload_bytes = shapes.flags.take(shape), shapes.payload_bytes.take(shape)
-            flags *= alive
-            payload_bytes *= alive
+                presence[locked], flags[locked], payload_bytes[locked] = _PURGED, 0, 0
         if len(self.tombstones) and not here.all():
             absent = (~here).nonzero()[0]
             presence[absent] = self.tombstones.reasons(words[absent, 0])
