@@ -221,11 +221,15 @@ class Hold:
         header = expect_reply(self.channel.receive_header(), opcode, request_id)
         return self._taken(header, self.channel.receive_body(header), receive)
 
-    def ask_sized(self, call: Call, body_bytes: int, receive: Receive[T]) -> T:
+    def ask_sized(
+        self, call: Call, body_bytes: int, receive: Receive[T], meanwhile: Callable[[], None] | None = None
+    ) -> T:
         """As ``ask``, where the length of the answer's body is known: it takes one step less. Nothing else may be
-        outstanding.
+        outstanding. ``meanwhile`` is done before the answer is looked for.
         """
         request_id = self.send(call)
+        if meanwhile is not None:
+            meanwhile()
         header, body = self.channel.receive_answer(body_bytes)
         return self._taken(expect_reply(header, call.opcode, request_id), body, receive)
 

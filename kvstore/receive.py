@@ -43,7 +43,10 @@ class Scatter:
         self.asked: Sequence[int] = range(len(names))
         self._begun: set[int] = set()
         self._headers = bytearray(HEADER_BYTES * len(names))
-        self._header_view = memoryview(self._headers)
+        self._pairs: list[tuple[memoryview, memoryview]] = []
+        """Where header and payload of each block go."""
+        self._wanted: npt.NDArray[np.void] | None = None
+        """The headers expected, wherever the records lie."""
         self._finished: list[int] = []
         """Rows that were read."""
         self._checksums: list[int] = []
@@ -63,7 +66,21 @@ class Scatter:
             return wire.encode_get(space_id, self.packed, self.sizes)
         return wire.encode_get(space_id, [self.names[at] for at in self.asked], self.asked_sizes())
 
-    def take(self, channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId) -> None:
+    def prepare(self, space_id: SpaceId) -> None:
+        """Do what no answer is needed for: while the node is at work that takes no time. To be done before reading."""
+        if self._wanted is not None:
+            return
+        view = memoryview(self._headers)
+        begins = range(0, len(view), HEADER_BYTES)
+        self._pairs = [(view[at : at + HEADER_BYTES], mine) for at, mine in zip(begins, self.views, strict=True)]
+        self._wanted = record.expected_headers(
+            space_id,
+            np.frombuffer(self.packed.keys, _KEY),
+            np.frombuffer(self.packed.token_digests, _TOKEN_DIGEST),
+            np.array(self.sizes, np.int64),
+        ).view(_HEADER)
+
+    def take(self, channel: Channel, header: wire.Header, body: bytes) -> None:
         """Receive the answer to what is asked into the views, verifying each payload while it is hot."""
         rows, _ = extents.decode_rows(body, "GET reply")
         lent = self.settle_rows(rows)
@@ -74,10 +91,10 @@ class Scatter:
             raise ProtocolError("a node's answer does not account for its payload")
         try:
             for step in plan.steps(across_runs=True) if plan.order else ():
-                channel.receive_parts(self.parts(plan, *step, gap_first=True))
+                channel.receive_parts(list(self.parts(plan, *step, gap_first=True)))
                 self.finish(plan, range(*step))
         finally:
-            accepted = self.believe(space_id, rows)
+            accepted = self.believe(rows)
         if accepted < len(lent):
             for at in lent.tolist():
                 if not self.is_accepted(self.asked[at]):
@@ -107,23 +124,20 @@ class Scatter:
         self.statuses[at] = GetStatus.OK
         self._begun.discard(at)
 
-    def parts(self, plan: Plan, begin: int, end: int, *, gap_first: bool) -> list[memoryview]:
+    def parts(self, plan: Plan, begin: int, end: int, *, gap_first: bool) -> Sequence[memoryview]:
         """Where the bytes of a step go, in order; until they are believed their content counts for nothing."""
-        asked, views, headers = self.asked, self.views, self._header_view
+        asked, pairs = self.asked, self._pairs
         if end - begin == 1 and not (gap_first and plan.gaps[begin]):  # the usual case of scattered blocks
             at = asked[plan.order[begin]]
             self._begun.add(at)
-            return [headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES], views[at]]
+            return pairs[at]
         parts: list[memoryview] = []
-        add = parts.append
         rows = plan.order[begin:end]
         self._begun.update([asked[row] for row in rows])
         for row, gap in zip(rows, plan.gaps[begin:end], strict=True):
             if gap and (gap_first or parts):
-                add(_GAP[:gap])
-            at = asked[row]
-            add(headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
-            add(views[at])
+                parts.append(_GAP[:gap])
+            parts += pairs[asked[row]]
         return parts
 
     def finish(self, plan: Plan, came: Sequence[int]) -> None:
@@ -135,7 +149,7 @@ class Scatter:
         self._finished += rows
         self._checksums += map(xxhash.xxh3_64_intdigest, [views[asked[row]] for row in rows])
 
-    def believe(self, space_id: SpaceId, rows: Rows) -> int:
+    def believe(self, rows: Rows) -> int:
         """Verify what was finished: header and payload of each record; returns how many are accepted."""
         if not self._finished:
             return 0
@@ -145,13 +159,8 @@ class Scatter:
         is_finished[self._finished] = True
         self._finished, self._checksums = [], []
         at = slice(None) if len(self.asked) == len(self.names) else np.asarray(self.asked)
-        wanted = record.expected_headers(
-            space_id,
-            np.frombuffer(self.packed.keys, _KEY)[at],
-            np.frombuffer(self.packed.token_digests, _TOKEN_DIGEST)[at],
-            np.array(self.sizes, np.int64)[at],
-            rows,
-        )
+        assert self._wanted is not None  # who reads has prepared
+        wanted = record.expect_at(self._wanted[at].view(record.LAYOUT), rows)
         headers = np.frombuffer(self._headers, _HEADER)[at].tobytes()
         good = record.whole_headers(headers, wanted, checksums) & is_finished
         if len(good) == len(self.names) and good.all():

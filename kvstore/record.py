@@ -74,20 +74,23 @@ def expected_headers(
     keys: npt.NDArray[np.void],
     token_digests: npt.NDArray[np.void],
     payload_bytes: npt.NDArray[np.int64],
-    places: npt.NDArray[np.void],
 ) -> npt.NDArray[np.void]:
-    """What the headers of uncompressed records of these blocks must be, one a block.
+    """What the headers of uncompressed records of these blocks must be, one a block, but for their places.
 
-    ``keys`` and ``token_digests``: as ``LAYOUT`` has them, in order. ``places``: a structured array with ``segment``,
-    ``generation`` and ``offset`` (of the record).
+    ``keys`` and ``token_digests``: as ``LAYOUT`` has them, in order.
     """
-    wanted = np.zeros(len(places), LAYOUT)
+    wanted = np.zeros(len(keys), LAYOUT)
     wanted["magic"], wanted["version"], wanted["header_bytes"] = RECORD_MAGIC, RECORD_VERSION, HEADER_BYTES
-    for name in ("segment", "generation", "offset"):
-        wanted[name] = places[name]
     wanted["key"], wanted["token_digest"] = keys, token_digests
     wanted["space_id"] = np.frombuffer(space_id, LAYOUT["space_id"])
     wanted["stored_bytes"] = wanted["payload_bytes"] = payload_bytes
+    return wanted
+
+
+def expect_at(wanted: npt.NDArray[np.void], places: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Expect the records at these places: a structured array with ``segment``, ``generation`` and ``offset``."""
+    for name in ("segment", "generation", "offset"):
+        wanted[name] = places[name]
     return wanted
 
 

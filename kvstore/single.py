@@ -52,14 +52,14 @@ def get(
     try:
         if row.file >= len(peer.fds):
             raise ProtocolError("a node lent a block of a file whose descriptor did not come")
-        fd = peer.fds[row.file]
-        came = fd is not None and _read(fd, row, space_id, scatter, at, peer)
+        fd, view, header = peer.fds[row.file], scatter.begin(at), bytearray(HEADER_BYTES)
+        came = fd is not None and _has_read(fd, row.offset, header, view, peer)
         now_s = monotonic()
         if now_s >= hold.deadline_s:
             raise DeadlineExceeded("the deadline passed while a block was read")
     finally:
-        hold.tell(wire.Opcode.RELEASE)
-    if not came or now_s >= until_s:
+        hold.tell(wire.Opcode.RELEASE)  # first: while the daemon takes that, what was read is verified
+    if not came or now_s >= until_s or not _is_it(header, view, row, space_id, scatter, at):
         return 0
     scatter.accept(at)
     scatter.ask(())
@@ -87,20 +87,16 @@ def take(channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId, 
         scatter.statuses[at] = GetStatus.CORRUPT
 
 
-def _read(fd: int, row: Row, space_id: SpaceId, scatter: Scatter, at: int, peer: Peer) -> bool:
-    """Whether the file holds the block at its place, whole, and its bytes are in the view now."""
-    view = scatter.begin(at)
-    header = bytearray(HEADER_BYTES)
+def _has_read(fd: int, offset: int, header: bytearray, view: memoryview, peer: Peer) -> bool:
+    """Whether the file gave header and payload of a record, whole."""
+    wanted_bytes = HEADER_BYTES + len(view)
     try:
-        if is_direct(fd):
-            with closing(peer.pages.read(pieces_of(fd, row.offset, HEADER_BYTES + len(view)))) as pieces:
-                if not pour(pieces, (memoryview(header), view)):
-                    return False
-        elif os.preadv(fd, (header, view), row.offset) != HEADER_BYTES + len(view):
-            return False
+        if not is_direct(fd):
+            return os.preadv(fd, (header, view), offset) == wanted_bytes
+        with closing(peer.pages.read(pieces_of(fd, offset, wanted_bytes))) as pieces:
+            return pour(pieces, (memoryview(header), view))
     except OSError:
         return False
-    return _is_it(header, view, row, space_id, scatter, at)
 
 
 def _is_it(header: bytearray, view: memoryview, row: Row, space_id: SpaceId, scatter: Scatter, at: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvstore import extents, local, single, wire
 from kvstore.errors import DeadlineExceeded, ProtocolError
@@ -30,15 +31,11 @@ def get(hold: Hold, space_id: SpaceId, scatter: Scatter, monotonic: Callable[[],
             if not scatter.asked:
                 return count
             body = scatter.request(space_id)
-        hold.ask_sized(
-            Call(wire.Opcode.GET, body, bulk=True),
-            extents.rows_bytes(len(scatter.asked)),
-            lambda channel, header, body: (
-                single.take(channel, header, body, space_id, scatter)
-                if len(scatter.asked) == 1
-                else scatter.take(channel, header, body, space_id)
-            ),
-        )
+        call, body_bytes = Call(wire.Opcode.GET, body, bulk=True), extents.rows_bytes(len(scatter.asked))
+        if len(scatter.asked) == 1:
+            hold.ask_sized(call, body_bytes, partial(single.take, space_id=space_id, scatter=scatter))
+        else:
+            hold.ask_sized(call, body_bytes, scatter.take, partial(scatter.prepare, space_id))
     finally:
         scatter.ask(asked)  # another attempt starts over
     return count
@@ -61,7 +58,12 @@ def _get_local(
         return now_s < until_s
 
     until_s = monotonic() + peer.lease_s  # the lease begins later than this clock is read, so it ends later
-    rows = hold.ask_sized(Call(wire.Opcode.EXTENTS, body, bulk=True), extents.rows_bytes(len(scatter.asked)), take)
+    rows = hold.ask_sized(
+        Call(wire.Opcode.EXTENTS, body, bulk=True),
+        extents.rows_bytes(len(scatter.asked)),
+        take,
+        partial(scatter.prepare, space_id),
+    )
     lent = scatter.settle_rows(rows)
     plan = extents.plan(rows, lent, scatter.asked_sizes())
     count = 0
@@ -71,9 +73,9 @@ def _get_local(
                 raise ProtocolError("a node lent a block of a file whose descriptor did not come")
             local.read_extents(plan, peer.fds, scatter, usable, peer.pages)
     finally:
-        count = scatter.believe(space_id, rows)
         if plan.order:
-            hold.tell(wire.Opcode.RELEASE)
+            hold.tell(wire.Opcode.RELEASE)  # first: while the daemon takes that, what was read is verified
+        count = scatter.believe(rows)
     if count == len(rows):
         scatter.ask(())
     else:

@@ -18,7 +18,7 @@ from kvstore import extents, limits
 from kvstore.daemon.record import RecordDamaged, decode_header, decode_mark, encode_header
 from kvstore.errors import ProtocolError
 from kvstore.extents import ExtentStatus
-from kvstore.record import CRC_OFFSET, HEADER_BYTES, LAYOUT, expected_headers, is_whole, whole_headers
+from kvstore.record import CRC_OFFSET, HEADER_BYTES, LAYOUT, expect_at, expected_headers, is_whole, whole_headers
 from tests.fuzz.disk_targets import GENERATION, NUMBER, a_header
 from tests.fuzz.program import Program
 
@@ -90,8 +90,8 @@ def reader(data: bytes) -> None:
         np.array([header.key for header in asked], LAYOUT["key"]),
         np.array([header.token_digest for header in asked], LAYOUT["token_digest"]),
         np.array([header.payload_bytes for header in asked]),
-        np.array([(NUMBER, GENERATION, offset)] * 2, PLACE),
     )
+    expect_at(wanted, np.array([(NUMBER, GENERATION, offset)] * 2, PLACE))
     checksums = np.array([header.checksum for header in asked], np.uint64)
     believed = whole_headers(b"".join(read), wanted, checksums).tolist()
     for head, header, is_believed in zip(read, asked, believed, strict=True):

@@ -136,8 +136,9 @@ def shared_fds() -> int:
 def read_all(space: SpaceId, rows: Rows, fds: Sequence[int | None], scatter: Scatter) -> None:
     """As a client that takes no notice of the time."""
     plan = extents.plan(rows, scatter.settle_rows(rows), scatter.sizes)
+    scatter.prepare(space)
     local.read_extents(plan, fds, scatter, lambda: True, PageReader())
-    scatter.believe(space, rows)
+    scatter.believe(rows)
 
 
 # --- bytes and leases -----------------------------------------------------------------------------------------------

@@ -306,7 +306,7 @@ def headers_of(node_folder: Path) -> tuple[bytearray, np.ndarray[Any, Any], np.n
     packed = PackedNames.pack(names)
     keys = np.frombuffer(packed.keys, record.LAYOUT["key"])
     token_digests = np.frombuffer(packed.token_digests, record.LAYOUT["token_digest"])
-    wanted = record.expected_headers(space, keys, token_digests, np.full(3, 3200), rows)
+    wanted = record.expect_at(record.expected_headers(space, keys, token_digests, np.full(3, 3200)), rows)
     loan.close()
     node.close()
     return data, wanted, np.array([xxhash.xxh3_64_intdigest(put.payload) for put in puts], np.uint64)

@@ -122,7 +122,7 @@ def test_every_bit_of_a_header_counts_for_a_reader() -> None:
         names = header.space_id, header.key, header.token_digest
         lengths = np.array([header.payload_bytes], np.int64)
         key, token_digest = (np.array([each], record.LAYOUT[of]) for each, of in zip(names[1:], FIELDS, strict=True))
-        wanted = record.expected_headers(names[0], key, token_digest, lengths, np.array([at], PLACE))
+        wanted = record.expect_at(record.expected_headers(names[0], key, token_digest, lengths), np.array([at], PLACE))
         many = record.whole_headers(data, wanted, np.array([header.checksum], np.uint64)).tolist()
         where = (int(at["segment"]), int(at["generation"]), int(at["offset"]))
         one = record.is_whole(bytearray(data), *names, header.payload_bytes, where, header.checksum)

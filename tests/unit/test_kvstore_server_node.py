@@ -16,7 +16,7 @@ from kvstore.daemon.admission import Admission
 from kvstore.daemon.node import Node, NodeConfig
 from kvstore.daemon.server import Server
 from kvstore.framing import Channel
-from kvstore.keys import KEY_ALGORITHM, SpaceId
+from kvstore.keys import KEY_ALGORITHM
 from kvstore.store import BlockPut, GetStatus, Presence, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT
@@ -233,13 +233,13 @@ def test_a_segment_recycled_before_its_bytes_are_read_is_a_miss(folder: Path) ->
         client.put(space, puts, traffic_class=AGENT)
 
         class Late(receive.Scatter):
-            def take(self, channel: Channel, header: wire.Header, body: bytes, space_id: SpaceId) -> None:
+            def take(self, channel: Channel, header: wire.Header, body: bytes) -> None:
                 wait(lambda: node.stats()["leases"] == 0)
                 for seed in range(1, 12):
                     blocks = a_chain(space, 16, seed=seed).names
                     later = [BlockPut(name, BLOCK_TOKENS, bytes(limits.MIB)) for name in blocks]
                     node.put(space, later, traffic_class=AGENT)
-                super().take(channel, header, body, space_id)
+                super().take(channel, header, body)
 
         scatter = Late(names[:3], [memoryview(bytearray(200_000)) for _ in range(3)])
         client._get_from(0, space, scatter, time.monotonic() + WAIT_S)
