@@ -27,8 +27,8 @@ PART_BYTES = 32 * limits.MIB
 PARTS = 2
 """While the daemon writes what is in one part of the arena, the client fills the next. A part costs the daemon some two
 milliseconds beside its bytes, most of it waits for memory: a part drives all else out of the processor's cache. With
-parts of 16 and 32 MiB both sides together take 0.40 and 0.35 CPU seconds a GB in place, of blocks of 1 MiB. For the
-same reason a put has one connection to a daemon on this host: with two, whose parts take turns to be written, 0.39.
+parts of 16 and 32 MiB both sides together take 0.33 and 0.28 CPU seconds a GB in place, of blocks of 1 MiB. For the
+same reason a put has one connection to a daemon on this host, rather than two whose parts take turns to be written.
 """
 
 

@@ -28,6 +28,8 @@ FIRST_BYTES = 8 * limits.MIB
 A batch of 32 or 64 MiB is stored a sixth faster for it, and costs no more."""
 EARLY_BYTES = 24 * limits.MIB
 """Of a smaller batch: another part would cost more than that gains."""
+PLACED_BYTES = 64 * limits.MIB
+"""A part of blocks that lie in the arena needs no room to be copied to: the larger, the fewer."""
 BROKEN = (Unavailable, DeadlineExceeded, ProtocolError)
 """After these nothing more can be said on a connection."""
 
@@ -57,17 +59,18 @@ class Submission:
         self.begun: dict[int, PutOutcome] = {}
         """By position: how blocks ended that are stored, but of which the disk has not said that it has them."""
 
-    def attempt(self, *, shared: bool = False) -> Sequence[Part]:
-        """The parts to be sent from here on, and anew what an earlier attempt only began. ``shared``: through the
-        arena, where a batch that is large enough begins with a small part.
-        """
+    def attempt(self, peer: Peer | None) -> Sequence[Part]:
+        """The parts to be sent from here on, and anew what an earlier attempt only began."""
         self.begun.clear()
-        parts = list(self.parts(FIRST_BYTES if shared and self._open_bytes() >= EARLY_BYTES else PART_BYTES))
+        left = [view for view, is_open in zip(self.views, self._open, strict=True) if is_open]
+        is_early = peer is not None and sum(map(len, left)) >= EARLY_BYTES
+        part_bytes = PLACED_BYTES if is_early and _are_placed(peer, left) else PART_BYTES
+        parts = list(self.parts(FIRST_BYTES if is_early else part_bytes, part_bytes))
         self._sent_ack = "begun" if self.ack == "disk" and len(parts) > 1 else self.ack
         return parts
 
-    def parts(self, first_bytes: int) -> Iterator[Part]:
-        """What is to be sent, cut so that the first part has at most ``first_bytes`` and another PART_BYTES, or one
+    def parts(self, first_bytes: int, part_bytes: int) -> Iterator[Part]:
+        """What is to be sent, cut so that the first part has at most ``first_bytes`` and another ``part_bytes``, or one
         block.
         """
         part: list[int] = []
@@ -77,14 +80,11 @@ class Submission:
                 continue
             if part and (held_bytes + len(view) > room_bytes or len(part) == limits.BATCH_BLOCKS_MAX):
                 yield part
-                part, held_bytes, room_bytes = [], 0, PART_BYTES
+                part, held_bytes, room_bytes = [], 0, part_bytes
             part.append(at)
             held_bytes += len(view)
         if part:
             yield part
-
-    def _open_bytes(self) -> int:
-        return sum(len(view) for view, is_open in zip(self.views, self._open, strict=True) if is_open)
 
     def settle(self, part: Part, outcomes: Sequence[PutOutcome]) -> None:
         """Take over how the blocks of a part ended. Raises ProtocolError for another number of outcomes."""
@@ -130,7 +130,7 @@ def put(hold: Hold, submission: Submission) -> None:
     """
     under_way: deque[tuple[Part, wire.Opcode, int]] = deque()
     failure: StoreError | ValueError | None = None
-    for number, part in enumerate(submission.attempt(shared=hold.peer is not None)):
+    for number, part in enumerate(submission.attempt(hold.peer)):
         if len(under_way) == PARTS:
             failure = _settle(hold, submission, *under_way.popleft()) or failure
             if failure is not None and not isinstance(failure, Overloaded):
@@ -172,8 +172,13 @@ def _call(peer: Peer | None, submission: Submission, part: Part, number: int) ->
     """The request that carries a part: through the arena if it lies there or fits in, else through the socket."""
     views = [submission.views[at] for at in part]
     total_bytes = sum(map(len, views))
-    if peer is None or (total_bytes > PART_BYTES and peer.arena.find(views[0]) is None):
+    if peer is None or (total_bytes > PART_BYTES and not _are_placed(peer, views)):
         checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
         return Call(wire.Opcode.PUT, submission.body(part, checksums), views, total_bytes, bulk=True)
     checksums, offsets = peer.arena.place(peer.begin_of(number), views)
     return Call(wire.Opcode.PUT_LOCAL, sharing.encode_put_local(offsets, submission.body(part, checksums)), bulk=True)
+
+
+def _are_placed(peer: Peer | None, views: Sequence[memoryview]) -> bool:
+    """Whether all payloads lie in the arena, so that none is copied."""
+    return peer is not None and all(peer.arena.find(view) is not None for view in views)

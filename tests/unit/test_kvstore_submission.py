@@ -102,11 +102,11 @@ def keys_of(batch: Submission, *positions: int) -> list[bytes]:
 
 def test_parts_have_at_most_their_bytes_or_one_block() -> None:
     """In order, without a gap; no block is cut."""
-    assert list(a_submission([]).parts(PART_BYTES)) == []
+    assert list(a_submission([]).parts(PART_BYTES, PART_BYTES)) == []
     sizes = [PART_BYTES, 1, PART_BYTES - 1, 1, PART_BYTES + 1, 1]
-    assert list(a_submission(sizes).parts(PART_BYTES)) == [[0], [1, 2], [3], [4], [5]]
-    assert list(a_submission([1, 1, PART_BYTES - 1]).parts(1)) == [[0], [1, 2]]
-    many = list(a_submission([1] * (limits.BATCH_BLOCKS_MAX + 1)).parts(PART_BYTES))
+    assert list(a_submission(sizes).parts(PART_BYTES, PART_BYTES)) == [[0], [1, 2], [3], [4], [5]]
+    assert list(a_submission([1, 1, PART_BYTES - 1]).parts(1, PART_BYTES)) == [[0], [1, 2]]
+    many = list(a_submission([1] * (limits.BATCH_BLOCKS_MAX + 1)).parts(PART_BYTES, PART_BYTES))
     assert [len(part) for part in many] == [limits.BATCH_BLOCKS_MAX, 1]
 
 
@@ -125,6 +125,29 @@ def test_a_batch_that_is_large_begins_with_a_small_part() -> None:
         os.close(fd)
     assert len(large.sent[0][1]) == submission.FIRST_BYTES // block
     assert len(large.sent[1][1]) == len(small.sent[0][1]) == PART_BYTES // block
+
+
+def test_parts_in_place_are_larger_but_only_if_all_of_the_batch_is() -> None:
+    """What lies in the arena needs no room in it; a block that does not would be copied beyond the room of its part."""
+    block = limits.MIB
+    arena, fd = Arena.create()
+    try:
+        room = arena.reserve([block] * 40)
+        assert room is not None
+        batch = a_submission([block] * 40)
+        mixed = [*room.views[:-1], memoryview(bytes(block))]
+        for views, counts in ((room.views, (8, 32)), (mixed, (8, 16, 16))):
+            hold = FakeHold([[STORED] * count for count in counts], arena)
+            placed = Submission(SPACE, AGENT, "os", batch.blocks, views)
+            hold.put(placed)
+            assert [len(keys) for _, keys in hold.sent] == [*counts]
+            assert {opcode for opcode, _ in hold.sent} == {wire.Opcode.PUT_LOCAL}
+            assert placed.outcomes == [STORED] * 40
+        del placed, views, mixed
+        room.release()
+    finally:
+        arena.close()
+        os.close(fd)
 
 
 def test_some_parts_are_under_way_at_once_and_no_more() -> None:
