@@ -106,26 +106,26 @@ class FingerprintTable:
         return runs
 
     def _find_by_chains(self, fingerprints: Words) -> Slots:
-        """``find``, wherever they lie."""
+        """``find``, wherever they lie: all chains that the marks leave in doubt are followed at once, step by step."""
         buckets, marks = self._places(fingerprints)
         heads = self._heads.take(buckets)
         marks &= heads
-        heads &= _LINK
-        heads *= marks != 0
-        slots: Slots = heads.astype(np.int64)
-        slots -= 1
-        wrong = self.fingerprints.take(slots) != fingerprints  # at a slot of -1 by chance not: it is -1 all the same
-        wrong &= slots >= 0
-        pending = wrong.nonzero()[0]
+        pending = marks.nonzero()[0]
+        wanted = fingerprints.take(pending)
+        at = (heads.take(pending) & _LINK).astype(np.int64)
+        at -= 1
+        slots: Slots = np.full(len(fingerprints), -1)
+        slots[pending] = at
         while pending.size > _FEW:
-            behind = self._next.take(slots.take(pending)).astype(np.int64)
-            behind -= 1
-            slots[pending] = behind
-            wrong = self.fingerprints.take(behind) != fingerprints.take(pending)
-            wrong &= behind >= 0
-            pending = pending[wrong]
+            wrong = (self.fingerprints.take(at) != wanted).nonzero()[0]
+            pending, wanted = pending.take(wrong), wanted.take(wrong)
+            at = self._next.take(at.take(wrong)).astype(np.int64)
+            at -= 1
+            slots[pending] = at
+            going = (at >= 0).nonzero()[0]
+            pending, wanted, at = pending.take(going), wanted.take(going), at.take(going)
         for position in pending.tolist():
-            slots[position] = self._along(self._next.item(slots.item(position)), fingerprints.item(position))
+            slots[position] = self._along(slots.item(position) + 1, fingerprints.item(position))
         return slots
 
     def find_one(self, fingerprint: int) -> int:
