@@ -1,4 +1,6 @@
-"""Set-up of every test process: one thread a process, no colours, seeds printed by hypothesis when something fails."""
+"""Set-up of every test process: one thread a process, no colours, the same examples of hypothesis in every run (others
+with ``pytest --hypothesis-profile=explore``).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ settings.register_profile(
     "reprise",
     deadline=None,  # a busy machine is not a failure
     print_blob=True,
+    derandomize=True,  # nor is a change one for a fault that was there before it
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("explore", settings.get_profile("reprise"), derandomize=False)
 settings.load_profile("reprise")

@@ -25,6 +25,7 @@ from kvstore.traffic import AGENT, CHAT, TrafficClass
 from tests.support.faults import FaultyFiles
 from tests.support.nodes import puts_of, read
 from tests.support.spaces import a_chain, a_space
+from tests.support.waiting import WAIT_S
 
 SIZE = 60_000
 DAY_S = 86_400
@@ -182,11 +183,15 @@ def test_on_a_real_small_file_system(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
     command = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*command, "true"], capture_output=True, timeout=10, check=False).returncode:
+    if subprocess.run([*command, "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
         pytest.skip("this user may not make a mount namespace")
     script = textwrap.dedent(ON_A_SMALL_DISK)
     done = subprocess.run(
-        [*command, sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [*command, sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
     )
     if "permission denied" in done.stderr:
         pytest.skip("this user may not mount")

@@ -11,6 +11,7 @@ import pytest
 
 from ops import completion
 from ops.cli import EXIT_USAGE, main
+from tests.support.waiting import WAIT_S
 
 
 def completed(words: str, at: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -66,7 +67,7 @@ def test_bash_completes_after_sourcing_the_script(tmp_path: Path) -> None:
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, env=environment, check=False
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=WAIT_S, env=environment, check=False
     )
     assert done.stdout.strip() == "forecast", done.stderr
 

@@ -695,7 +695,7 @@ def test_the_module_runs_without_a_store() -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "retention", *arguments]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
 
     assert run("--help").returncode == EXIT_OK
     absent = run("show", "--store", "unix:/absent/reprise.sock", "--deadline", "2s")

@@ -20,6 +20,7 @@ from kvstore.traffic import AGENT
 from retention.session import EXIT_FAILED, EXIT_OK
 from tests.support.spaces import a_chain, a_space, hit_blocks, put_chain
 from tests.support.stores import open_memory, served, short_dir
+from tests.support.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +41,7 @@ class Node:
             os.write(master, (answer or "").encode())
             stdin = subprocess.DEVNULL if answer is None else terminal
             return subprocess.run(
-                command, stdin=stdin, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+                command, stdin=stdin, capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT, check=False
             )
         finally:
             os.close(master)

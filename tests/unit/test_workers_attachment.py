@@ -18,6 +18,7 @@ from kvstore.testing import MemoryStore
 from kvstore.traffic import AGENT, CHAT
 from tests.support.faulty_store import FaultyStore
 from tests.support.spaces import BLOCK_TOKENS, a_space
+from tests.support.waiting import WAIT_S
 from workers.adapters import attachment as module
 from workers.adapters.attachment import OPTIONS_OF_CONNECTORS, Attachment, OptionError, Settings, Terms
 
@@ -102,6 +103,7 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         self.store = FaultyStore(MemoryStore())
+        settings = {"lookup_deadline_s": WAIT_S, "load_deadline_s": WAIT_S} | settings
         self.attached = Attachment(Settings(stores=(STORE,), **settings), self.store, a_space())
         self.attached.publisher.start()
         self.space = self.attached.spaces.of(None)
@@ -111,14 +113,14 @@ class Rig:
         ticket = self.attached.ticket(self.space, CHAT)
         for name in self.names:
             assert self.attached.publisher.offer_block(ticket, name, BLOCK_TOKENS, bytearray(b"x" * 64), 0)
-        assert self.attached.publisher.flush(ticket, 5.0)
+        assert self.attached.publisher.flush(ticket, WAIT_S)
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
-    rig.attached.close(5.0)
+    rig.attached.close(WAIT_S)
 
 
 def test_what_was_offered_is_found_and_loaded(rig: Rig) -> None:
@@ -127,9 +129,9 @@ def test_what_was_offered_is_found_and_loaded(rig: Rig) -> None:
     buffers = [bytearray(64) for _ in rig.names]
     asked = rig.attached.ask(lambda left_s: rig.attached.look_up(rig.space, rig.names, deadline_s=left_s))
     future = rig.attached.load_soon(lambda left_s: rig.attached.load(rig.space, rig.names, buffers, deadline_s=left_s))
-    assert future.result(5.0) == [GetStatus.OK] * 3
+    assert future.result(WAIT_S) == [GetStatus.OK] * 3
     assert asked._future is not None
-    found = asked._future.result(5.0)
+    found = asked._future.result(WAIT_S)
     assert asked.settled
     assert found is not None
     assert found.prefix_blocks() == 3
@@ -167,23 +169,23 @@ def test_a_look_up_that_hangs_is_a_miss_at_its_deadline() -> None:
     """Whoever polls finds it settled without an answer, and never waits."""
     rig, gate = Rig(lookup_deadline_s=0.01), threading.Event()
     try:
-        asked = rig.attached.ask(lambda left_s: gate.wait(5.0))
+        asked = rig.attached.ask(lambda left_s: gate.wait(WAIT_S))
         while not asked.settled:
             pass
         assert asked.answer() is None
     finally:
         gate.set()
-        rig.attached.close(5.0)
+        rig.attached.close(WAIT_S)
 
 
 def test_a_fault_of_ours_costs_a_hit_and_is_told(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """What goes wrong on a thread here reaches the log, and never the engine that polls."""
     asked = rig.attached.ask(lambda left_s: 1 // 0)
     assert asked._future is not None
-    assert isinstance(asked._future.exception(5.0), ZeroDivisionError)
+    assert isinstance(asked._future.exception(WAIT_S), ZeroDivisionError)
     assert asked.settled
     assert asked.answer() is None
-    assert isinstance(rig.attached.load_soon(lambda left_s: 1 // 0).exception(5.0), ZeroDivisionError)
+    assert isinstance(rig.attached.load_soon(lambda left_s: 1 // 0).exception(WAIT_S), ZeroDivisionError)
     rig.attached._load_pool.shutdown(wait=True)
     rig.attached._lookup_pool.shutdown(wait=True)
     assert [record.message for record in caplog.records] == ["adapter_fault"] * 2
@@ -193,13 +195,13 @@ def test_look_ups_beyond_the_bound_are_misses_at_once(rig: Rig, monkeypatch: pyt
     """The queue of look-ups cannot grow: the next one is settled without an answer, and room comes back."""
     monkeypatch.setattr(module, "LOOKUPS_MAX", 1)
     gate = threading.Event()
-    first = rig.attached.ask(lambda left_s: gate.wait(5.0))
+    first = rig.attached.ask(lambda left_s: gate.wait(WAIT_S))
     second = rig.attached.ask(lambda left_s: True)
     assert second.settled
     assert second.answer() is None
     gate.set()
     assert first._future is not None
-    assert first._future.result(5.0)
+    assert first._future.result(WAIT_S)
     while rig.attached._asking:
         pass
     assert rig.attached.counts.lookups_shed == 1
@@ -208,7 +210,7 @@ def test_look_ups_beyond_the_bound_are_misses_at_once(rig: Rig, monkeypatch: pyt
 def test_a_closed_attachment_answers_with_misses() -> None:
     """An engine that goes on while it is shut down finds nothing, and no exception."""
     rig = Rig()
-    rig.attached.close(5.0)
+    rig.attached.close(WAIT_S)
     asked = rig.attached.ask(lambda left_s: True)
     assert asked.settled
     assert asked.answer() is None
@@ -223,14 +225,14 @@ def test_a_hit_that_takes_longer_than_computing_is_declined() -> None:
     slow, fast, unknown = Rig(compute_tokens_per_s=100.0), Rig(compute_tokens_per_s=1000.0), Rig()
     for rig, declined in ((slow, False), (fast, True), (unknown, False)):
         assert rig.attached.declines(found, 300) is declined
-        rig.attached.close(5.0)
+        rig.attached.close(WAIT_S)
 
 
 def rig_lookup(load_s_estimate: float) -> Lookup:
     rig = Rig()
     rig.publish()
     found = rig.store.lookup(rig.space.id, rig.names)
-    rig.attached.close(5.0)
+    rig.attached.close(WAIT_S)
     return Lookup(found.presence, found.flags, found.payload_bytes, load_s_estimate=load_s_estimate)
 
 

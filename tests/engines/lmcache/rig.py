@@ -24,7 +24,7 @@ CHUNK_BYTES = 2 * 3 * 16 * 16 * 4
 
 def plugin(address: str, **more: Any) -> dict[str, Any]:
     """The value of ``--l2-adapter``. Options of the plugin itself, such as ``eviction``, go around ``params``."""
-    params = {"store": address, "weights_digest": DIGEST, "chunk_tokens": 16, "lookup_deadline_s": 2.0}
+    params = {"store": address, "weights_digest": DIGEST, "chunk_tokens": 16, "lookup_deadline_s": 5.0}
     params |= more.pop("params", {})
     return {
         "type": "plugin",

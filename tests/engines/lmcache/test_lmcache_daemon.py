@@ -25,8 +25,8 @@ from tests.engines.lmcache.rig import plugin, wait
 from tests.support.store_process import StoreProcess
 
 CHUNK_TOKENS = 16
-START_S = 60.0
-CALL_S = 20.0
+START_S = 300.0
+CALL_S = 120.0
 
 
 class Daemon:

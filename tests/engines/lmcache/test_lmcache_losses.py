@@ -16,7 +16,7 @@ from workers.adapters.lmcache_l2 import RepriseL2
 
 @pytest.fixture
 def l2(store: StoreProcess) -> Iterator[RepriseL2]:
-    made = adapter(store.address, lookup_deadline_s=0.5, load_deadline_s=0.5)
+    made = adapter(store.address, lookup_deadline_s=2.5, load_deadline_s=2.5)
     yield made
     made.close()
 

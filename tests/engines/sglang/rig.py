@@ -72,7 +72,7 @@ def extra(address: str, **ours: Any) -> dict[str, Any]:
         "module_path": "workers.adapters.sglang_hicache",
         "class_name": "RepriseHiCache",
         "interface_v1": 1,
-        "reprise": {"store": address, "weights_digest": "ab" * 32, "lookup_deadline_s": 2.0, **ours},
+        "reprise": {"store": address, "weights_digest": "ab" * 32, "lookup_deadline_s": 5.0, **ours},
     }
 
 

@@ -23,7 +23,7 @@ BUFFERS = 2
 
 @pytest.fixture
 def made(store: StoreProcess, pool: Any) -> Iterator[Any]:
-    made = backend(store.address, pool, {"lookup_deadline_s": 0.5, "load_deadline_s": 0.5})
+    made = backend(store.address, pool, {"lookup_deadline_s": 2.5, "load_deadline_s": 2.5})
     yield made
     made.close()
 
