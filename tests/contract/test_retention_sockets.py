@@ -51,7 +51,8 @@ class Fleet:
             listen = ServerConfig(name, unix_path=directory / f"{name}.sock", tokens=Tokens.open(None, listed))
             self.nodes.append(node)
             self.servers.append(Server.start(listen, node, ServerMetrics()))
-        self.addresses = [server.addresses[0] for server in self.servers]
+        # By these names blocks are spread; the folders have others in every run.
+        self.addresses = [f"{name}={server.addresses[0]}" for name, server in zip("ab", self.servers, strict=True)]
         self.client = StoreClient.connect(self.addresses, token=WORKER)
 
     def stop(self, at: int) -> None:

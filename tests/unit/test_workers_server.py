@@ -334,6 +334,7 @@ def test_worker_that_breaks_says_so(start: Callable[..., Running], monkeypatch: 
                 with pytest.raises(Failed) as caught:
                     [event async for event in client.prefill(prefill_of(PROMPT))]
                 assert caught.value.retryable
+            await asyncio.to_thread(wait, lambda: running.worker.broken)  # a moment after its last request was told
             assert not await client.healthy()
         with pytest.raises(Rejected, match="broken"):
             running.worker.begin(prefill_of(PROMPT), lambda event: None)
