@@ -294,14 +294,17 @@ class Node:
             largest = batch.rows["stored_bytes"].max()
             log.warning("block_too_large stored_bytes=%d: make the store with larger segments", largest)
 
-        def store(shard: Shard, positions: Sequence[int]) -> None:
+        def store(shard: Shard, positions: Sequence[int], part: Incoming) -> None:
             left_s = max(0.0, end_s - time.monotonic())
-            part = batch if len(positions) == len(blocks) else batch.pick(positions)
             results = shard.put(space_id, part, traffic_class, int(self._clock.now_s()), ack, left_s)
             for position, outcome in zip(positions, results, strict=True):
                 outcomes[position] = outcome
 
-        done = self._lanes.run({shard: partial(store, shard, part) for shard, part in homes.items()})
+        parts = {  # here, not in the lanes: bytes that are on their way are received by one thread
+            shard: batch if len(positions) == len(blocks) else batch.pick(positions)
+            for shard, positions in homes.items()
+        }
+        done = self._lanes.run({shard: partial(store, shard, homes[shard], part) for shard, part in parts.items()})
         failures = {shard: failure for shard, failure in done.items() if failure is not None}
         if failures and len(failures) == len(homes):
             raise next(iter(failures.values()))

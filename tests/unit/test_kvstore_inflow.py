@@ -12,11 +12,13 @@ import xxhash
 
 from kvstore import wire
 from kvstore.daemon import incoming, writer
+from kvstore.daemon.admission import Admission
 from kvstore.daemon.columns import Arrived
 from kvstore.daemon.inflow import CHUNK_WAIT_S_MAX, TURN_WAIT_S_MAX, Inflow
 from kvstore.daemon.segment import Segment
 from kvstore.errors import Unavailable
 from kvstore.keys import SpaceId
+from kvstore.limits import MIB
 from kvstore.store import BlockPut, GetStatus, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
@@ -324,4 +326,43 @@ def test_puts_over_a_socket_pass_through_the_small_buffer(folder: Path, monkeypa
                 assert read(node, space, put.name, SIZE + seed) == (GetStatus.OK, put.payload)
     assert node.stats()["puts"] == 300
     assert sum(taken) > 0
+    node.close()
+
+
+def test_blocks_of_several_volumes_are_received_by_one_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their positions in the stream are not contiguous: each volume gets its own, whole, and the connection goes on."""
+    monkeypatch.setattr(incoming, "CHUNK_BYTES", CHUNK_BYTES)
+    node = open_node(folder / "data", ManualClock(), directories=3, capacity_bytes=96 * MIB)
+    with served(node, folder) as server, client_of(server.addresses[0]) as client:
+        space = client.register_space(a_space())
+        for seed in range(0, 40, 4):
+            chains = [a_chain(space, 10, seed=seed + each).names for each in range(4)]
+            names = [name for together in zip(*chains, strict=True) for name in together]
+            puts = puts_of(names, SIZE)
+            assert client.put(space, puts, traffic_class=AGENT, deadline_s=10) == [STORED] * 40
+            for put in puts:
+                assert read(node, space, put.name, SIZE) == (GetStatus.OK, put.payload)
+    assert all(shard.stats(0)["puts"] for shard in node._shards)
+    node.close()
+
+
+def test_without_memory_for_the_rest_a_put_is_to_come_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The payload is read past, nothing stays lent or taken, and the same put on the same connection then succeeds."""
+    monkeypatch.setattr(incoming, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(incoming, "ADMISSION_WAIT_S_MAX", 0.0)
+    admission = Admission(9 * CHUNK_BYTES, 8 * CHUNK_BYTES)
+    node = open_node(folder / "data", ManualClock())
+    with served(node, folder, admission=admission) as server, client_of(server.addresses[0]) as client:
+        space = client.register_space(a_space())
+        puts = puts_of(list(a_chain(space, 20).names), SIZE)
+        assert node.put(space, puts[9:10], traffic_class=AGENT) == [STORED]  # a known key: all has to be received
+        with admission.hold(2 * CHUNK_BYTES, 0.0):
+            outcomes = client.put(space, puts, traffic_class=AGENT, deadline_s=0.5)
+            assert outcomes == [PutOutcome.REFUSED] * 20
+            assert admission.refused
+            assert admission.lent_bytes == 2 * CHUNK_BYTES
+        outcomes = client.put(space, puts, traffic_class=AGENT, deadline_s=10)
+        assert outcomes == [STORED] * 9 + [PutOutcome.TOUCHED] + [STORED] * 10
+        assert admission.lent_bytes == 0
+        assert server._session._incoming._streams._value == incoming.STREAMS_MAX
     node.close()
