@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 PIECE_BYTES = 256 * 1024
+PATIENCE_S = 10.0
 
 
 class Piece(NamedTuple):
@@ -36,17 +37,25 @@ class FarAway:
         self._at_client = 0
         self._at_store: dict[socket.socket, int] = {}
         """The latest round trip of which something has arrived: at the client, and at the store by connection."""
+        self._sent: dict[int, set[socket.socket]] = {}
+        """Connections on which the client has sent something, by round trip."""
+        self._together: dict[int, int] = {}
         self.round_trips = 0
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
 
-    def begin(self) -> None:
-        """Count anew; nothing may be under way."""
+    def begin(self, together: dict[int, int] | None = None) -> None:
+        """Count anew; nothing may be under way. ``together``: on how many connections a client that does not wait for
+        one before the other sends in a round trip. However late its threads are, the store answers all of them at once;
+        where some never come, it answers after ``PATIENCE_S``.
+        """
         with self._lock:
             self._at_client = self.round_trips = 0
             self._at_store.clear()
+            self._sent.clear()
+            self._together = together or {}
 
     def close(self) -> None:
         for sock in (self._listener, *self._sockets):
@@ -60,13 +69,15 @@ class FarAway:
                 client, _ = self._listener.accept()
                 store = socket.create_connection(self._target)
                 self._sockets += [client, store]
-                self._carry(client, store, self._of_client, partial(self._reached_store, store))
+                self._carry(client, store, partial(self._of_client, client), partial(self._reached_store, store))
                 self._carry(store, client, partial(self._of_store, store), self._reached_client)
 
-    def _of_client(self) -> int:
+    def _of_client(self, connection: socket.socket) -> int:
         with self._lock:
-            self.round_trips = max(self.round_trips, self._at_client + 1)
-            return self._at_client + 1
+            number = self._at_client + 1
+            self.round_trips = max(self.round_trips, number)
+            self._sent.setdefault(number, set()).add(connection)
+            return number
 
     def _reached_store(self, connection: socket.socket, number: int) -> None:
         with self._lock:
@@ -77,6 +88,9 @@ class FarAway:
             return self._at_store.get(connection, 0)
 
     def _reached_client(self, number: int) -> None:
+        ends_s = time.monotonic() + PATIENCE_S
+        while len(self._sent.get(number, ())) < self._together.get(number, 0) and time.monotonic() < ends_s:
+            time.sleep(0.001)
         with self._lock:
             self._at_client = max(self._at_client, number)
 
