@@ -347,32 +347,35 @@ class Shard:
         space_id: SpaceId,
         blocks: Incoming,
         class_byte: int,
-        now_s: int,
+        clock: Clock,
         ack: PutAck,
         deadline_s: float,
     ) -> list[PutOutcome]:
-        """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
+        """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded.
+
+        What a peer was waited for is younger than what was purged meanwhile.
+        """
         end_s = time.monotonic() + deadline_s
         outcomes: list[PutOutcome] = []
         while len(outcomes) < len(blocks):
             rest = blocks.pick(range(len(outcomes), len(blocks))) if outcomes else blocks
-            outcomes += self._put_some(space_id, rest, class_byte, now_s, ack != "os", end_s - time.monotonic())
+            outcomes += self._put_some(space_id, rest, class_byte, clock, ack != "os", end_s - time.monotonic())
         stored = [at for at, outcome in enumerate(outcomes) if outcome <= PutOutcome.REPLACED]
         if ack == "disk" and stored:
             keys = [blocks.keys[at] for at in stored]
-            for at in self._confirmations.lost(space_id, keys, now_s, max(0.0, end_s - time.monotonic())):
+            for at in self._confirmations.lost(space_id, keys, int(clock.now_s()), max(0.0, end_s - time.monotonic())):
                 outcomes[stored[at]] = PutOutcome.REFUSED
         return outcomes
 
     def _put_some(
-        self, space_id: SpaceId, blocks: Incoming, class_byte: int, now_s: int, for_disk: bool, deadline_s: float
+        self, space_id: SpaceId, blocks: Incoming, class_byte: int, clock: Clock, for_disk: bool, deadline_s: float
     ) -> list[PutOutcome]:
         """How the first of the blocks ended, or all; none if their bytes did not come in time. Raises DeadlineExceeded,
         or what their connection raises.
         """
         if blocks.lags:
             blocks.gather()
-        put, args = self._put, (space_id, blocks, class_byte, now_s)
+        put, args = self._put, (space_id, blocks, class_byte, int(clock.now_s()))
         done = self._turns.beside(lambda alone: put.begin(*args, for_disk=for_disk, alone=alone), put.end, deadline_s)
         if done is None and (gone := blocks.gone):  # they cannot be written elsewhere
             self._ledger.counters.refused += gone
@@ -380,7 +383,7 @@ class Shard:
         if done is None:
             blocks.gather()
             with self._writing(deadline_s):
-                done = put.put(*args, for_disk=for_disk)
+                done = put.put(space_id, blocks, class_byte, int(clock.now_s()), for_disk=for_disk)
                 self._ledger.compact_if_due()
         return done
 

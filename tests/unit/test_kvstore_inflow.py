@@ -19,6 +19,7 @@ from kvstore.daemon.segment import Segment
 from kvstore.errors import Unavailable
 from kvstore.keys import SpaceId
 from kvstore.limits import MIB
+from kvstore.purges import PurgeOrder
 from kvstore.store import BlockPut, GetStatus, PutOutcome
 from kvstore.testing import ManualClock
 from kvstore.traffic import AGENT
@@ -233,6 +234,27 @@ def test_a_purge_while_the_rest_is_waited_for_is_not_undone(tmp_path: Path) -> N
     assert bench.put(peer) == [STORED] * 12
     assert gone[0] >= 4
     bench.check([at >= gone[0] for at in range(12)])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_waited_for_is_younger_than_a_purge_meanwhile(tmp_path: Path, known: bool) -> None:
+    """Else a search for what the purge should have taken would find it. Also where all is received beforehand."""
+    bench = Bench(tmp_path)
+    if known:
+        assert bench.node.put(bench.space, bench.puts[5:6], traffic_class=AGENT) == [STORED]
+    order = PurgeOrder("5" * 32, (bench.space,), None, int(bench.clock.now_s()) + 10)
+
+    def meanwhile() -> None:
+        bench.clock.advance(10)
+        assert bench.node.purge(order).answers[""].done
+        bench.clock.advance(10)
+
+    peer = bench.peer(9 * SIZE)
+    peer.meanwhile = meanwhile
+    bench.put(peer)
+    assert bench.statuses(bench.puts)[-1] is GetStatus.OK
+    assert bench.node.leftovers(order, {"": int(bench.clock.now_s()) - 10}).answers[""].living == 0
+    bench.node.close()
 
 
 def test_of_a_peer_that_dies_the_whole_blocks_are_kept(tmp_path: Path) -> None:
