@@ -424,6 +424,8 @@ def test_a_daemon_without_descriptors_serves_whom_it_has() -> None:
 # --- clients --------------------------------------------------------------------------------------------------------
 
 DOOMED = """
+import itertools
+import os
 import sys
 from kvstore import submission
 from kvstore.client import StoreClient
@@ -433,8 +435,11 @@ from tests.support.spaces import a_chain, a_space
 submission.PART_BYTES = 200_000  # several parts of a batch are under way at once
 client = StoreClient.connect([sys.argv[1]], same_host=sys.argv[2] == "arena")
 space = client.register_space(a_space())
+parent = os.getppid()
 print("at work", flush=True)
-for seed in range(10**9):
+for seed in itertools.count():
+    if os.getppid() != parent:
+        sys.exit("left alone")
     client.put(space, puts_of(a_chain(space, 16, seed=seed % 40).names, 60_000), traffic_class=AGENT)
 """
 
@@ -468,8 +473,10 @@ def test_a_client_that_is_killed_in_mid_put_leaves_nothing_behind(way: str) -> N
                 assert doomed.stdout.readline() == b"at work\n"
                 before = done(bench)
                 enough = before + 20 + 7 * turn
-                wait(lambda enough=enough: done(bench) > enough)
-                doomed.send_signal(signal.SIGKILL)
+                try:
+                    wait(lambda enough=enough: done(bench) > enough)
+                finally:
+                    doomed.send_signal(signal.SIGKILL)
         wait(lambda: bench.server.connections == 0)
         wait(lambda: arenas_mapped() <= mapped)
         assert admission.lent_bytes == 0
