@@ -1,7 +1,7 @@
 """One shard: segments, index and presence of one data directory, with one writer and many readers.
 
-Owns opening, closing, reading and deleting; puts are ``writer``'s, room is ``reclaimer``'s. Does not know spaces'
-meaning, placement or the network. Invariants:
+Owns opening, closing, reading and deleting; puts are ``puts``' and ``writer``'s, room is ``reclaimer``'s. Does not know
+spaces' meaning, placement or the network. Invariants:
 
 - Two locks. That of ``_turns`` (outer) serialises everything that appends, moves or recycles, but lets puts of new
   blocks work side by side; the ledger's (inner, short) guards presence and index.
@@ -49,6 +49,7 @@ from kvstore.daemon.presence import (
     key_words,
 )
 from kvstore.daemon.proofs import Proofs
+from kvstore.daemon.puts import Puts
 from kvstore.daemon.questions import alive_keys, payload_bytes_of, scan, sight, slots_in
 from kvstore.daemon.reclaimer import Reclaimer, Swept
 from kvstore.daemon.record import HEADER_BYTES, Mark, MarkReason, RecordDamaged, RecordDead, RecordHeader
@@ -117,8 +118,9 @@ class Shard:
         )
         self._proofs = Proofs(parts.ledger, self._failed_read)
         writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins, self._proofs)
-        self._put = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
+        selective = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
         self._confirmations = Confirmations(parts.ledger, commit_window_s)
+        self._puts = Puts(parts.ledger, self._turns, self._writing, selective, self._confirmations)
         self._sealer = Sealer(self._seal)
         self.condition = Condition(parts.ledger, parts.layout, bounds.wear)
         self.relock()
@@ -351,41 +353,8 @@ class Shard:
         ack: PutAck,
         deadline_s: float,
     ) -> list[PutOutcome]:
-        """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded.
-
-        What a peer was waited for is younger than what was purged meanwhile.
-        """
-        end_s = time.monotonic() + deadline_s
-        outcomes: list[PutOutcome] = []
-        while len(outcomes) < len(blocks):
-            rest = blocks.pick(range(len(outcomes), len(blocks))) if outcomes else blocks
-            outcomes += self._put_some(space_id, rest, class_byte, clock, ack != "os", end_s - time.monotonic())
-        stored = [at for at, outcome in enumerate(outcomes) if outcome <= PutOutcome.REPLACED]
-        if ack == "disk" and stored:
-            keys = [blocks.keys[at] for at in stored]
-            for at in self._confirmations.lost(space_id, keys, int(clock.now_s()), max(0.0, end_s - time.monotonic())):
-                outcomes[stored[at]] = PutOutcome.REFUSED
-        return outcomes
-
-    def _put_some(
-        self, space_id: SpaceId, blocks: Incoming, class_byte: int, clock: Clock, for_disk: bool, deadline_s: float
-    ) -> list[PutOutcome]:
-        """How the first of the blocks ended, or all; none if their bytes did not come in time. Raises DeadlineExceeded,
-        or what their connection raises.
-        """
-        if blocks.lags:
-            blocks.gather()
-        put, args = self._put, (space_id, blocks, class_byte, int(clock.now_s()))
-        done = self._turns.beside(lambda alone: put.begin(*args, for_disk=for_disk, alone=alone), put.end, deadline_s)
-        if done is None and (gone := blocks.gone):  # they cannot be written elsewhere
-            self._ledger.counters.refused += gone
-            return [PutOutcome.REFUSED] * gone
-        if done is None:
-            blocks.gather()
-            with self._writing(deadline_s):
-                done = put.put(space_id, blocks, class_byte, int(clock.now_s()), for_disk=for_disk)
-                self._ledger.compact_if_due()
-        return done
+        """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
+        return self._puts.put(space_id, blocks, class_byte, clock, ack, deadline_s)
 
     def lost(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: int, deadline_s: float) -> set[int]:
         """Positions of stored blocks that the disk does not take, once it had the time (``Confirmations``)."""

@@ -6,6 +6,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from kvstore.traffic import AGENT
 from tests.support.faults import FaultyFiles
 from tests.support.nodes import open_node, puts_of, read
 from tests.support.spaces import a_chain, a_space
+from tests.support.waiting import WAIT_S
 
 SIZE = 5000
 STORED = PutOutcome.STORED
@@ -39,7 +41,7 @@ class Pair:
 
     @property
     def writer(self) -> Writer:
-        return self.node._shards[0]._put._writer
+        return self.node._shards[0]._puts._writer._writer
 
     def begin(self, puts: Sequence[BlockPut], checksums: Sequence[int] | None = None) -> PutUnderWay | None:
         batch = incoming(puts, "none", checksums)
@@ -82,6 +84,31 @@ def test_both_count_one_after_the_other(tmp_path: Path) -> None:
     assert pair.statuses(everything) == {GetStatus.OK}
     pair.reopen()
     assert pair.statuses(everything) == {GetStatus.OK}
+    pair.node.close()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_who_waits_for_its_turn_is_younger_than_what_went_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A purge, say: what is written after it must not look as if the purge should have taken it."""
+    pair = Pair(tmp_path)
+    turns, puts, at_the_door = pair.node._shards[0]._turns, pair.first[:count], threading.Event()
+    enter = turns._enter
+
+    def told(timeout_s: float) -> None:
+        at_the_door.set()
+        enter(timeout_s)
+
+    with ThreadPoolExecutor(1) as pool:
+        with turns.alone():
+            monkeypatch.setattr(turns, "_enter", told)
+            putting = pool.submit(pair.node.put, pair.space, puts, traffic_class=AGENT)
+            assert at_the_door.wait(WAIT_S)
+            pair.clock.advance(10)
+        assert putting.result(WAIT_S) == [STORED] * count
+    keys = {put.name.key for put in puts}
+    assert {info.written_s for info in pair.node.scan()[0] if info.key in keys} == {int(pair.clock.now_s())}
     pair.node.close()
 
 
