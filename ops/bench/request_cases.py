@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from kvstore.client import StoreClient
 from kvstore.keys import BlockName
 from kvstore.limits import KEY_BYTES, KIB, MIB, TOKEN_DIGEST_BYTES
-from kvstore.store import Presence
+from kvstore.store import Pin, Presence
 from ops.bench.baselines import Buffers
 from ops.bench.blocks import SPACE, chain_of
 from ops.bench.echo import Echo
@@ -212,14 +212,18 @@ def _repeating(once: Callable[[], None]) -> Iterator[None]:
 
 
 def mixed_cases(ground: Ground) -> Generator[Case]:
-    """Two client processes that read and write single blocks of 1 MiB, 90/10 and 50/50, over the Unix socket."""
+    """Two client processes that read and write single blocks of 1 MiB, 90/10 and 50/50, over the Unix socket.
+
+    What is read is pinned: the faster the store, the sooner what is written would drive it out.
+    """
     size, calls = MIB, ground.settings.mix_calls
     population = ground.settings.population(size)
     capacity_bytes = max(2 * population * size + ground.settings.put_capacity_bytes, 400 * MIB)
     with ExitStack() as stack:
         store = stack.enter_context(ground.store("mixed", capacity_bytes))
         seed = next(ground.seeds)
-        ground.fill(store, size, population, seed)
+        names = ground.fill(store, size, population, seed)
+        store.client.pin([Pin(store.space, name.key, "bench", "read all along") for name in names])
         chain = (seed, population)
         loads = Loads.start([store.process.unix] * LOADS, size, 1, chain, next(ground.seeds))
         stack.callback(loads.close)
