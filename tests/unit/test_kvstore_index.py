@@ -83,7 +83,9 @@ def test_a_lost_entry_is_found_by_the_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST*", "CURRENT"])
 def test_damaged_files_are_damage_not_a_crash(tmp_path: Path, pattern: str) -> None:
-    """Bytes overwritten in RocksDB's files end in IndexDamaged at open or load."""
+    """Bytes overwritten in RocksDB's files end in IndexDamaged at open or load. RocksDB may take those of its MANIFEST
+    for the end that a power loss tore off: then it opens as it was before, and what it holds is whole.
+    """
     index = filled(tmp_path / "index", 2000)
     index.rewrite([IndexBatch(rows=a_row(n), blocks=n + 1) for n in range(3000)])
     index.close()
@@ -94,12 +96,17 @@ def test_damaged_files_are_damage_not_a_crash(tmp_path: Path, pattern: str) -> N
         middle = len(data) // 2
         data[middle : middle + 64] = b"\xff" * len(data[middle : middle + 64])
         path.write_bytes(data)
-    with pytest.raises(IndexDamaged):  # noqa: PT012 (either call may find it)
+    try:
         again = Index.open(tmp_path / "index", BUDGET)
         try:
-            again.load()
+            content = again.load()
         finally:
             again.close()
+    except IndexDamaged:
+        return
+    assert pattern == "MANIFEST*"
+    assert content is not None
+    assert content.rows.tobytes() == some_rows(range(len(content.rows))).tobytes()
 
 
 def test_pages_come_by_place_whatever_is_written_between_them(tmp_path: Path) -> None:
