@@ -14,7 +14,7 @@ from kvstore import wire
 from kvstore.daemon import incoming, writer
 from kvstore.daemon.admission import Admission
 from kvstore.daemon.columns import Arrived
-from kvstore.daemon.inflow import CHUNK_WAIT_S_MAX, TURN_WAIT_S_MAX, Inflow
+from kvstore.daemon.inflow import BEGIN_S_MAX, CHUNK_WAIT_S_MAX, TURN_WAIT_S_MAX, Inflow
 from kvstore.daemon.segment import Segment
 from kvstore.errors import Unavailable
 from kvstore.keys import SpaceId
@@ -187,9 +187,10 @@ def test_a_turn_waits_for_no_peer_longer_than_its_bounds() -> None:
     assert not stream.take(at, at + 1)
 
 
-def test_a_peer_that_begins_slowly_is_not_waited_for_in_a_turn() -> None:
-    peer = Peer(bytes(40_000), rate=20_000 / (CHUNK_WAIT_S_MAX * 1.1))
-    assert peer.inflow([5000] * 8, 20_000).lags
+@pytest.mark.parametrize(("share", "lags"), [(0.9, False), (1.1, True)])
+def test_a_peer_that_begins_slowly_is_not_waited_for_in_a_turn(share: float, lags: bool) -> None:
+    peer = Peer(bytes(40_000), rate=20_000 / (BEGIN_S_MAX * share))
+    assert peer.inflow([5000] * 8, 20_000).lags is lags
 
 
 # --- written as it comes --------------------------------------------------------------------------------------------
