@@ -336,7 +336,7 @@ def test_an_order_leaves_no_byte_of_what_was_under_way(rig: Rig) -> None:
     if rig.statuses(rig.second) == {GetStatus.OK}:  # it was put again after the order
         assert rig.node.delete_space(rig.space) == 4
         rig.node.register_space(a_space())
-        assert rig.node.purge(replace(order, order_id="0" * 31 + "2")).answers[""].done
+        assert rig.node.purge(replace(order, purge_id="0" * 31 + "2")).answers[""].done
     data = b"".join(path.read_bytes() for path in rig.path.glob("volume-0/segments/*.seg"))
     assert not any(put.payload[:64] in data for put in rig.before + rig.first + rig.second)
 
