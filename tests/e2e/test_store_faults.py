@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from kvstore.link import Call, NodeLink, new_hello
 from kvstore.store import AckLevel, GetStatus, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules
+from ops.supervisor import die_with_parent
 from tests.support.faults import FaultyFiles
 from tests.support.nodes import payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
@@ -425,7 +427,6 @@ def test_a_daemon_without_descriptors_serves_whom_it_has() -> None:
 
 DOOMED = """
 import itertools
-import os
 import sys
 from kvstore import submission
 from kvstore.client import StoreClient
@@ -435,11 +436,8 @@ from tests.support.spaces import a_chain, a_space
 submission.PART_BYTES = 200_000  # several parts of a batch are under way at once
 client = StoreClient.connect([sys.argv[1]], same_host=sys.argv[2] == "arena")
 space = client.register_space(a_space())
-parent = os.getppid()
 print("at work", flush=True)
 for seed in itertools.count():
-    if os.getppid() != parent:
-        sys.exit("left alone")
     client.put(space, puts_of(a_chain(space, 16, seed=seed % 40).names, 60_000), traffic_class=AGENT)
 """
 
@@ -468,7 +466,13 @@ def test_a_client_that_is_killed_in_mid_put_leaves_nothing_behind(way: str) -> N
         for turn in range(3):
             command = [sys.executable, "-c", DOOMED, bench.server.addresses[1], way]
             environment = {**os.environ, "PYTHONPATH": str(root)}
-            with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE) as doomed:
+            with subprocess.Popen(
+                command,
+                cwd=root,
+                env=environment,
+                stdout=subprocess.PIPE,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            ) as doomed:
                 assert doomed.stdout is not None
                 assert doomed.stdout.readline() == b"at work\n"
                 before = done(bench)
