@@ -96,14 +96,15 @@ class IncomingPuts:
     def _put_group(self, request: Request, asked: wire.PutRequest, rows: wire.PutRows) -> list[PutOutcome]:
         """Receive some blocks and store them. Raises Overloaded, with the payload read past."""
         sizes = rows.sizes()
-        after = request.unread - sum(sizes)
+        total_bytes = sum(sizes)
+        after = request.unread - total_bytes
         try:
             with ExitStack() as held:
-                if sum(sizes) > CHUNK_BYTES >= max(sizes) and self._streams.acquire(blocking=False):
+                if total_bytes > CHUNK_BYTES >= max(sizes) and self._streams.acquire(blocking=False):
                     held.callback(self._streams.release)
                     payloads: Sequence[memoryview] = self._inflow(request, sizes, held)
                 else:
-                    buffer = self._borrow(request, sum(sizes), held)
+                    buffer = self._borrow(request, total_bytes, held)
                     request.receive_into(buffer)
                     payloads = _cut(rows, buffer)
                 outcomes = self._store(request, asked, rows, payloads)

@@ -296,7 +296,7 @@ class Node:
 
         def store(shard: Shard, positions: Sequence[int], part: Incoming) -> None:
             left_s = max(0.0, end_s - time.monotonic())
-            results = shard.put(space_id, part, traffic_class, self._clock, ack, left_s)
+            results = shard.puts.put(space_id, part, traffic_class, self._clock, ack, left_s)
             for position, outcome in zip(positions, results, strict=True):
                 outcomes[position] = outcome
 

@@ -31,7 +31,6 @@ from kvstore.daemon.bounds import Bounds
 from kvstore.daemon.cipher import UNKNOWN_SLOT, Ciphers, KeyMissing
 from kvstore.daemon.claims import take_away
 from kvstore.daemon.codec import Codec, decompress, is_encrypted, packing_of, with_slot
-from kvstore.daemon.columns import Incoming
 from kvstore.daemon.condition import Condition
 from kvstore.daemon.confirmations import Confirmations
 from kvstore.daemon.events import EventLog
@@ -68,10 +67,10 @@ from kvstore.daemon.writer import Writer
 from kvstore.errors import Unavailable, VolumeError
 from kvstore.keys import BlockKey, BlockName, SpaceId, TokenDigest
 from kvstore.promises import ClassIngest, Room
-from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, PutOutcome, Sighting
+from kvstore.store import BlockInfo, ClassEffect, Clock, GetStatus, Sighting
 from kvstore.traffic import ClassRules
 from kvstore.units import format_bytes
-from kvstore.wire import PackedNames, PutAck
+from kvstore.wire import PackedNames
 
 CLOSE_S_MAX = 5.0
 """Closing waits this long for readers' leases."""
@@ -94,7 +93,7 @@ class ShardParts:
 
 
 class Shard:
-    """Thread-safe. ``pins`` is replaced as a whole by ``set_pins``; ``rules`` by ``set_rules``."""
+    """Thread-safe. ``puts`` stores. ``pins`` is replaced as a whole by ``set_pins``; ``rules`` by ``set_rules``."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class Shard:
         writer = Writer(parts.ledger, self._reclaimer, lambda: self._rules, lambda: self._pins, self._proofs)
         selective = SelectiveWriter(writer, parts.ledger, lambda: self._rules, bounds.intake, bounds.wear)
         self._confirmations = Confirmations(parts.ledger, commit_window_s)
-        self._puts = Puts(parts.ledger, self._turns, self._writing, selective, self._confirmations)
+        self.puts = Puts(parts.ledger, self._turns, self._writing, selective, self._confirmations)
         self._sealer = Sealer(self._seal)
         self.condition = Condition(parts.ledger, parts.layout, bounds.wear)
         self.relock()
@@ -343,18 +342,6 @@ class Shard:
                 status = self._failed_read(place, error, now_s)
                 return status is GetStatus.CORRUPT or isinstance(error, OSError)
             return False
-
-    def put(
-        self,
-        space_id: SpaceId,
-        blocks: Incoming,
-        class_byte: int,
-        clock: Clock,
-        ack: PutAck,
-        deadline_s: float,
-    ) -> list[PutOutcome]:
-        """Store or touch; returns when acknowledged at ``ack``. Raises DeadlineExceeded."""
-        return self._puts.put(space_id, blocks, class_byte, clock, ack, deadline_s)
 
     def lost(self, space_id: SpaceId, keys: Sequence[BlockKey], now_s: int, deadline_s: float) -> set[int]:
         """Positions of stored blocks that the disk does not take, once it had the time (``Confirmations``)."""

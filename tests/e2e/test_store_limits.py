@@ -19,7 +19,8 @@ from kvstore.limits import MIB
 from kvstore.store import BlockPut, Presence, PutOutcome
 from kvstore.testing import TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, CHAT
-from tests.support.nodes import disk_bytes, open_node, puts_of
+from tests.support.disk import disk_bytes
+from tests.support.nodes import open_node, puts_of
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 from tests.support.stores import client_of, served, short_dir
 

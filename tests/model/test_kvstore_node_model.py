@@ -31,8 +31,9 @@ from kvstore.purges import PurgeOrder
 from kvstore.store import FLAG_APPROXIMATE, AckLevel, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S, T0_S
 from kvstore.traffic import AGENT, ALWAYS, CHAT, SECOND_TOUCH, ClassRule, ClassRules, TrafficClass
+from tests.support.disk import disk_bytes
 from tests.support.faults import FaultyFiles
-from tests.support.nodes import disk_bytes, open_node
+from tests.support.nodes import open_node
 from tests.support.spaces import BLOCK_TOKENS, a_chain, a_space
 
 CAPACITY = 9 * MIB
@@ -393,7 +394,7 @@ class NodeModel(RuleBasedStateMachine):
             for shard, positions in self.node._by_home(batch, blocks).items():
                 part, alone = batch.pick(positions), not lines[shard]
                 now_s = int(self.clock.now_s())
-                put = shard._puts._writer.begin(self.space, part, traffic_class, now_s, for_disk=False, alone=alone)
+                put = shard.puts._writer.begin(self.space, part, traffic_class, now_s, for_disk=False, alone=alone)
                 if put is not None:
                     mine = [where[at] for at in positions[: len(put.batch.blocks)]]
                     lines[shard].append(Step(mine, traffic_class, exact, shard, put))
@@ -410,7 +411,7 @@ class NodeModel(RuleBasedStateMachine):
 
     def _end(self, step: Step) -> bool:
         """Whether it counts; else it is to be put again."""
-        outcomes = step.shard._puts._writer.end(step.put)
+        outcomes = step.shard.puts._writer.end(step.put)
         for place, outcome in zip(step.where, outcomes or [], strict=outcomes is not None):
             self._settle(place, outcome, step.traffic_class, step.exact)
         return outcomes is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from pathlib import Path
 
@@ -55,12 +54,3 @@ def read(node: Node, space: SpaceId, name: BlockName, size: int) -> tuple[GetSta
     """One block's status and buffer; the buffer begins full of a pattern."""
     buffer = bytearray(b"\xa5" * size)
     return node.get_into(space, [name], [buffer])[0], bytes(buffer)
-
-
-def disk_bytes(path: Path) -> int:
-    """What ``du`` says of a directory; files that vanish meanwhile count nothing."""
-    total = 0
-    for item in [path, *path.rglob("*")]:
-        with contextlib.suppress(FileNotFoundError):
-            total += item.lstat().st_blocks * 512
-    return total

@@ -24,7 +24,7 @@ from kvstore.daemon.index import (
 )
 from kvstore.daemon.tombstones import Tombstone
 from kvstore.limits import MIB
-from tests.support.nodes import disk_bytes
+from tests.support.disk import disk_bytes
 
 BUDGET = 2 * MIB
 

@@ -20,8 +20,9 @@ from kvstore.limits import MIB
 from kvstore.store import FLAG_APPROXIMATE, BlockPut, GetStatus, Pin, Presence, PutOutcome
 from kvstore.testing import DAY_S, TEST_RULES, ManualClock
 from kvstore.traffic import AGENT, CHAT, ClassRule, ClassRules, TrafficClass
+from tests.support.disk import disk_bytes
 from tests.support.faults import FaultyFiles
-from tests.support.nodes import CAPACITY_BYTES, disk_bytes, open_node, payload_of, puts_of, read
+from tests.support.nodes import CAPACITY_BYTES, open_node, payload_of, puts_of, read
 from tests.support.spaces import a_chain, a_space
 
 SIZE = 60_000

@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def writer(self) -> Writer:
-        return self.node._shards[0]._puts._writer._writer
+        return self.node._shards[0].puts._writer._writer
 
     def begin(self, puts: Sequence[BlockPut], checksums: Sequence[int] | None = None) -> PutUnderWay | None:
         batch = incoming(puts, "none", checksums)

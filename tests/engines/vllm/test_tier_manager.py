@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvstore.client import StoreClient
 from kvstore.store import GetStatus, PutOutcome
 from kvstore.traffic import AGENT, CHAT
 from ops.bench.tier_drive import TIER_MODULE, WEIGHTS_DIGEST, Drive, open_drive
+from tests.support.disk import disk_bytes
 from tests.support.store_process import StoreProcess
 from tests.support.waiting import WAIT_S
 from workers.adapters import pinned_puts
@@ -90,15 +91,6 @@ def recall(drive: Drive, keys: Sequence[OffloadKey], **params: Any) -> int:
         assert np.array_equal(row[:CHUNK_BYTES], payload)
     drive.finish(request)
     return hits
-
-
-def disk_bytes(folder: Path) -> int:
-    """What ``du`` says of a folder; files that vanish meanwhile count nothing."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
-    return total
 
 
 def test_it_says_and_returns_what_the_file_tier_does(open_tier: Open, fs_tier: Drive) -> None:
